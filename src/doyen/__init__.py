@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Conflict,
         DoyenError,
         LeadershipLost,
+        NameTaken,
         NotElected,
         OrderFailed,
         OutcomeUnknown,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         StoreUnavailable,
         StoreUnusable,
     )
-    from doyen.model import Candidate, Leader, Line
+    from doyen.model import Candidate, Leader, Line, Member, MemberChange, Published
     from doyen.quorum.node import Node, StateMachine
     from doyen.session import Session, connect
     from doyen.term import Term, TermState
@@ -49,10 +50,14 @@ __all__ = [
     "Leader",
     "LeadershipLost",
     "Line",
+    "Member",
+    "MemberChange",
+    "NameTaken",
     "Node",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
+    "Published",
     "Session",
     "SessionClosed",
     "StaleToken",

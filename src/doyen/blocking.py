@@ -24,7 +24,18 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
-from doyen.model import Candidate, Kind, Leader, Line
+from doyen.manage.members import (
+    MemberOptions,
+    MemberSettings,
+    MemberView,
+    Registration,
+    Roster,
+    changes,
+    observe_members,
+    read_members,
+)
+from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
 from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
 from doyen.term import Term, TermState
 
@@ -138,30 +149,78 @@ class BlockingSession:
         self, election: str, *, kind: Kind = "elections"
     ) -> Generator[Leader | None, None, None]:
         """The current leader, then every change; None while there is none."""
-        return self._observe(observe_leader, election, kind)
+        return self._observe(lambda core, deliver: observe_leader(core, election, kind, deliver))
 
     def observe_line(
         self, election: str, *, kind: Kind = "elections"
     ) -> Generator[Line, None, None]:
         """The current leader and line, then every change."""
-        return self._observe(observe_line, election, kind)
+        return self._observe(lambda core, deliver: observe_line(core, election, kind, deliver))
 
-    def _observe(
-        self, observe: Observing[T], election: str, kind: Kind
-    ) -> Generator[T, None, None]:
+    def member(self, group: str, **options: Unpack[MemberOptions]) -> BlockingJoining:
+        """Be a member of `group` for the duration of a scope; see `Session.member`. The health
+        check is an ordinary function, called on a thread of its own."""
+        settings = MemberSettings(group=group, **options)
+        if inspect.iscoroutinefunction(settings.health):
+            raise ConfigError(
+                "a blocking session has no loop for a health check that is a coroutine function:"
+                " give it an ordinary function"
+            )
+        return BlockingJoining(self._opened, self._runtime, settings)
+
+    def members(self, group: str) -> list[Member]:
+        """The live members of a group, read from the store, in the order of their names."""
+        return [*self._run(read_members, group).members.values()]
+
+    def observe_members(
+        self, group: str, *, suspect: bool = True
+    ) -> Generator[MemberChange, None, None]:
+        """Each live member as `joined`, then every change; see `Session.observe_members`."""
+        before: Roster | None = None
+
+        def observing(core: SessionCore, deliver: Callable[[Roster], None]) -> Any:
+            return observe_members(core, group, deliver, suspect=suspect)
+
+        with contextlib.closing(self._observe(observing, 1)) as rosters:
+            for roster in rosters:
+                yield from changes(before, roster)
+                before = roster
+
+    @contextlib.contextmanager
+    def publisher(self, group: str, term: Term, *, settle_s: float | None = None) -> Iterator[None]:
+        """As the leader, publish the members of `group` for the duration of a scope; see
+        `Session.publisher`."""
+        publisher = ListPublisher(self._opened, group, term, settle_s)
+        publisher.core.check_open()
+        self._runtime.do_blocking(publisher.start())
+        try:
+            yield
+        finally:
+            if self._runtime.pid == os.getpid():
+                self._runtime.finish_blocking(publisher.stop())
+
+    def published(self, group: str) -> Published | None:
+        """The members of a group as its leader published them last; None if none did."""
+        return self._run(read_published, group)
+
+    def observe_published(self, group: str) -> Generator[Published | None, None, None]:
+        """The published list, then every change."""
+        return self._observe(lambda core, deliver: observe_published(core, group, deliver))
+
+    def _observe(self, observe: Observing[T], kept: int = OBSERVED) -> Generator[T, None, None]:
         core = self._opened
         core.check_open()
         seen: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
         def deliver(change: T) -> None:
-            if seen.qsize() >= OBSERVED:
+            if seen.qsize() >= kept:
                 with contextlib.suppress(queue.Empty):
                     seen.get_nowait()
             seen.put(change)
 
         async def work() -> None:
             try:
-                await core.run(lambda: observe(core, election, kind, deliver))
+                await core.run(lambda: observe(core, deliver))
             except BaseException as error:
                 seen.put(error)
                 raise
@@ -229,6 +288,65 @@ class BlockingCampaign:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave(error, again=False)
+
+
+class BlockingJoining:
+    """Membership in a group as a scope. Made by `BlockingSession.member`."""
+
+    def __init__(self, core: SessionCore, runtime: ThreadRuntime, settings: MemberSettings) -> None:
+        self._core = core
+        self._runtime = runtime
+        self._settings = settings
+        self._registration: Registration | None = None
+
+    def __enter__(self) -> BlockingGroupMember:
+        if self._registration is not None:
+            raise SessionClosed("the scope of a member is entered once; make another")
+        core, runtime = self._core, self._runtime
+        core.check_open()
+        registration = self._registration = Registration(core, self._settings)
+        runtime.retain()
+        try:
+            runtime.do_blocking(core.run(registration.join))
+        except BaseException:
+            runtime.finish_blocking(registration.leave())
+            runtime.release()
+            raise
+        return BlockingGroupMember(registration)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._registration is not None
+        try:
+            if self._runtime.pid == os.getpid():
+                self._runtime.finish_blocking(self._registration.leave())
+        finally:
+            self._runtime.release()
+
+
+class BlockingGroupMember(MemberView):
+    """A member of a group, for the code inside its scope. Made by `BlockingSession.member`."""
+
+    def update(self, meta: Meta) -> None:
+        """Replace the meta. Returns once the store has it."""
+        self._do(functools.partial(self._registration.update, meta))
+
+    def drain(self) -> None:
+        """Announce that this member is about to leave: it does not lead any more."""
+        self._do(functools.partial(self._registration.drain, True))
+
+    def resume(self) -> None:
+        """Undo `drain`."""
+        self._do(functools.partial(self._registration.drain, False))
+
+    def fail(self, reason: str) -> None:
+        """Leave the list because this process is broken. The scope goes on; it does not join
+        again."""
+        self._do(functools.partial(self._registration.fail, reason))
+
+    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        core = self._registration.core
+        assert isinstance(core.runtime, ThreadRuntime)
+        core.runtime.do_blocking(core.run(work))
 
 
 class RepeatedBlockingCampaign(BlockingCampaign):

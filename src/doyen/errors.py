@@ -5,6 +5,7 @@
     ├── SessionClosed          the session was closed, or belongs to the parent of a fork
     ├── NotElected             the campaign ended without leadership, such as after `wait_s`
     │   └── AlreadyCampaigning the calling scope leads this election; waiting would deadlock
+    ├── NameTaken              another member of the group has this name
     ├── OrderFailed            the leader did not resign or transfer as ordered
     ├── Conflict               the document has been changed since it was read
     ├── BadDocument            a document in the store cannot be read, or fails its type
@@ -35,6 +36,7 @@ __all__ = [
     "DoyenError",
     "LeadershipLost",
     "LeaseGone",
+    "NameTaken",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
@@ -65,6 +67,10 @@ class NotElected(DoyenError):
 
 class AlreadyCampaigning(NotElected):
     """The calling scope already leads this election with this session; waiting would deadlock."""
+
+
+class NameTaken(DoyenError):
+    """Another member of the group has this name and renews its lease."""
 
 
 class OrderFailed(DoyenError):

@@ -11,6 +11,8 @@ promises hold.
     elections/<name>/line/<ticket>           the line of candidates
     elections/<name>/mail/<attempt>          the notice to a successor
     locks/<name>/…                           the same for a lock
+    members/<group>/<name>                   a member of a group
+    published/<group>                        the list of members that a leader publishes
 
 Imports the errors only.
 """
@@ -34,15 +36,23 @@ __all__ = [
     "Lease",
     "Level",
     "Line",
+    "Member",
+    "MemberChange",
+    "MemberState",
     "Meta",
     "Order",
+    "Published",
     "Version",
     "described",
     "encode_json",
+    "key_segment",
     "leader_key",
     "line_key",
+    "member_key",
+    "members_key",
     "notice_key",
     "order_key",
+    "published_key",
     "ready_key",
 ]
 
@@ -113,6 +123,60 @@ class Line:
 
     leader: Leader | None
     candidates: tuple[Candidate, ...] = ()
+
+
+MemberState = Literal["up", "unhealthy", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a group, as a reader of the list sees it."""
+
+    name: str
+    incarnation: int
+    """Each time that a member joins it has a higher one."""
+    state: MemberState = "up"
+    reason: str = ""
+    """Why it is in this state; empty if it is up."""
+    meta: Meta = field(default_factory=dict)
+    since: float = 0.0
+    """When it joined, on its own wall clock."""
+    suspected: bool = False
+    """Its renewals are late, according to the store. It has not ended."""
+    silent_s: float | None = field(default=None, compare=False)
+    """Seconds since its last renewal according to the store; None if the store does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChange:
+    """A change in a group."""
+
+    kind: Literal["joined", "changed", "suspected", "gone"]
+    """`changed`: its state or meta has changed, or it is no longer suspected. A member that comes
+    back under its name is another incarnation: the old one is gone, the new one has joined."""
+    member: Member
+    silent_s: float | None = None
+    """Seconds since its last renewal according to the store; for one that is gone, since it was
+    last known to be alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The members of a group, as a leader published them."""
+
+    group: str
+    token: int
+    """Of the leader that published it."""
+    version: int
+    members: tuple[Member, ...]
+    regressed: bool = False
+    """The list that the observer had before was newer: the store has lost a confirmed write, or an
+    outdated replica has answered."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Token and version. Of two lists, the one with the lower position is older."""
+        return self.token, self.version
 
 
 Level = Literal["ok", "note", "warning", "problem"]
@@ -214,20 +278,37 @@ def _mapping(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON serialisable")
 
 
-def _path(name: object, kind: Kind) -> str:
-    if kind not in KINDS:
-        raise ConfigError(f"kind is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+def key_segment(name: object, of: str = "an election") -> str:
+    """Check and encode a name that a user gave, as one segment of a key."""
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"the name of an election is a string of 1 to 200 bytes, not {name!r}")
+        raise ConfigError(f"the name of {of} is a string of 1 to 200 bytes, not {name!r}")
     if not name.isprintable():  # also refuses what UTF-8 cannot encode
-        raise ConfigError(f"the name of an election has only printable characters, not {name!r}")
+        raise ConfigError(f"the name of {of} has only printable characters, not {name!r}")
     if (size := len(name.encode())) > 200:
         raise ConfigError(
-            f"the name of an election is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
+            f"the name of {of} is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
         )
     from urllib.parse import quote  # would take a tenth of the time to import doyen
 
-    return f"{kind}/{quote(name, safe='')}"
+    return quote(name, safe="")
+
+
+def _path(name: object, kind: Kind) -> str:
+    if kind not in KINDS:
+        raise ConfigError(f"kind is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+    return f"{kind}/{key_segment(name)}"
+
+
+def members_key(group: str) -> str:
+    return f"members/{key_segment(group, 'a group')}"
+
+
+def member_key(group: str, name: str) -> str:
+    return f"{members_key(group)}/{key_segment(name, 'a member')}"
+
+
+def published_key(group: str) -> str:
+    return f"published/{key_segment(group, 'a group')}"
 
 
 def described(name: str, kind: Kind) -> str:

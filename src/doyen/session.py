@@ -26,19 +26,30 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.model import Candidate, Kind, Leader, Line
+from doyen.manage.members import (
+    GroupMember,
+    MemberOptions,
+    MemberSettings,
+    Registration,
+    Roster,
+    changes,
+    observe_members,
+    read_members,
+)
+from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Published
 from doyen.stores.port import Store
 from doyen.term import Term
 from doyen.term import forked as term_forked
 
-__all__ = ["Campaign", "Session", "connect"]
+__all__ = ["Campaign", "Joining", "Publishing", "Session", "connect"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
 OBSERVED = 64
 """How many changes wait for an observer. A slower observer misses the oldest."""
-Observing = Callable[[SessionCore, str, Kind, Callable[[T], None]], Coroutine[Any, Any, None]]
-"""`observe_leader` or `observe_line`."""
+Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
+"""Delivers changes until cancelled."""
 
 
 def enter_term(term: Term, core: SessionCore, settings: CampaignSettings) -> None:
@@ -132,8 +143,8 @@ class Session:
                 await work(term.token)
 
         On loss the body is cancelled and `LeadershipLost` raised. Options: `name`, `meta`,
-        `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`;
-        each is explained at `doyen.election.options.CampaignOptions`.
+        `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`,
+        `member`; each is explained at `doyen.election.options.CampaignOptions`.
         """
         return Campaign(self._opened, CampaignSettings(election=election, **options))
 
@@ -223,7 +234,7 @@ class Session:
         async for leader in session.observe("billing"):
             print(leader.name if leader else "no leader")
         """
-        return self._observe(observe_leader, election, kind)
+        return self._observe(lambda core, deliver: observe_leader(core, election, kind, deliver))
 
     def observe_line(
         self, election: str, *, kind: Kind = "elections"
@@ -233,14 +244,78 @@ class Session:
         async for line in session.observe_line("billing"):
             print([candidate.name for candidate in line.candidates])
         """
-        return self._observe(observe_line, election, kind)
+        return self._observe(lambda core, deliver: observe_line(core, election, kind, deliver))
+
+    def member(self, group: str, **options: Unpack[MemberOptions]) -> Joining:
+        """Be a member of `group` for the duration of a scope.
+
+            async with session.member("workers", name="w1", meta={"address": "10.0.0.1"}) as member:
+                async with session.campaign("billing", member=member) as term:
+                    ...
+
+        Raises `NameTaken` if a live member of the group has this name. If the session loses its
+        lease, the member joins again, as a new incarnation. Options: `name`, `meta`, `health`,
+        `health_every_s`, `health_limit_s`; each is explained at
+        `doyen.manage.members.MemberOptions`.
+        """
+        return Joining(self._opened, MemberSettings(group=group, **options))
+
+    async def members(self, group: str) -> list[Member]:
+        """The live members of a group, read from the store, in the order of their names."""
+        return [*(await self._run(read_members, group)).members.values()]
+
+    async def observe_members(
+        self, group: str, *, suspect: bool = True
+    ) -> AsyncGenerator[MemberChange, None]:
+        """Each live member as `joined`, then every change of the group. A slow observer misses what
+        was changed back meanwhile, but never the present state.
+
+            async for change in session.observe_members("workers"):
+                print(change.kind, change.member.name)
+
+        With `suspect` the list is also read about three times per ttl, to notice renewals that are
+        late.
+        """
+        before: Roster | None = None
+
+        def observing(core: SessionCore, deliver: Callable[[Roster], None]) -> Any:
+            return observe_members(core, group, deliver, suspect=suspect)
+
+        async with contextlib.aclosing(self._observe(observing, 1)) as rosters:
+            async for roster in rosters:
+                for change in changes(before, roster):
+                    yield change
+                before = roster
+
+    def publisher(self, group: str, term: Term, *, settle_s: float | None = None) -> Publishing:
+        """As the leader, publish the members of `group` for the duration of a scope.
+
+            async with session.campaign("workers") as term:
+                async with session.publisher("workers", term):
+                    ...
+
+        Changes within `settle_s` (default 0.1 s) are published together.
+        """
+        return Publishing(ListPublisher(self._opened, group, term, settle_s))
+
+    async def published(self, group: str) -> Published | None:
+        """The members of a group as its leader published them last; None if none did."""
+        return await self._run(read_published, group)
+
+    def observe_published(self, group: str) -> AsyncGenerator[Published | None, None]:
+        """The published list, then every change.
+
+        async for published in session.observe_published("workers"):
+            print(published.position, [member.name for member in published.members])
+        """
+        return self._observe(lambda core, deliver: observe_published(core, group, deliver))
 
     async def _observe(
-        self, observe: Observing[T], election: str, kind: Kind
+        self, observe: Observing[T], kept: int = OBSERVED
     ) -> AsyncGenerator[T, None]:
         self._opened.check_open()
         loop = asyncio.get_running_loop()
-        seen: deque[T] = deque(maxlen=OBSERVED)
+        seen: deque[T] = deque(maxlen=kept)
         changed = asyncio.Event()
 
         def deliver(change: T) -> None:
@@ -250,7 +325,7 @@ class Session:
                 with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
                     loop.call_soon_threadsafe(changed.set)
 
-        observing = asyncio.ensure_future(self._run(observe, election, kind, deliver))
+        observing = asyncio.ensure_future(self._run(observe, deliver))
         observing.add_done_callback(lambda _: changed.set())
         try:
             while True:
@@ -348,6 +423,54 @@ class Campaign:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._leave(error, again=False)
+
+
+class Joining:
+    """Membership in a group as a scope. Made by `Session.member`."""
+
+    def __init__(self, core: SessionCore, settings: MemberSettings) -> None:
+        self._core = core
+        self._settings = settings
+        self._registration: Registration | None = None
+
+    async def __aenter__(self) -> GroupMember:
+        if self._registration is not None:
+            raise SessionClosed("the scope of a member is entered once; make another")
+        core = self._core
+        core.check_open()
+        registration = self._registration = Registration(core, self._settings)
+        core.runtime.retain()
+        try:
+            await core.runtime.do(core.run(registration.join))
+        except BaseException:
+            core.runtime.start(registration.leave())
+            core.runtime.release()
+            raise
+        return GroupMember(registration)
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._registration is not None
+        try:
+            if self._core.runtime.pid == os.getpid():
+                await self._core.runtime.finish(self._registration.leave())
+        finally:
+            self._core.runtime.release()
+
+
+class Publishing:
+    """Publishes a list of members as a scope. Made by `Session.publisher`."""
+
+    def __init__(self, publisher: ListPublisher) -> None:
+        self._publisher = publisher
+        self._runtime = publisher.core.runtime
+
+    async def __aenter__(self) -> None:
+        self._publisher.core.check_open()
+        await self._runtime.do(self._publisher.start())
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runtime.pid == os.getpid():
+            await self._runtime.finish(self._publisher.stop())
 
 
 class RepeatedCampaign(Campaign):

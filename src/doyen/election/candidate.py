@@ -28,7 +28,7 @@ import contextlib
 import math
 from contextvars import ContextVar
 
-from doyen.election.attempt import Attempt
+from doyen.election.attempt import Attempt, Wakeup
 from doyen.election.core import SessionCore
 from doyen.election.handover import Succession, is_ready, is_void, ready_marker_key
 from doyen.election.leader import Leading
@@ -56,6 +56,10 @@ entered_terms: ContextVar[tuple[tuple[Term, SessionCore, CampaignSettings], ...]
 """The terms that the calling scope is in. A nested campaign for one of them would never end."""
 
 
+class _Withdrawn(Exception):
+    """The candidate's member has become ineligible."""
+
+
 class Claiming:
     """The state of an attempt that tries to become the leader, from its ticket to its record."""
 
@@ -75,6 +79,8 @@ class Claiming:
             attempt.wakeup.woken = False
             if attempt.keepalive.lost_because is not None:
                 raise LeaseGone(attempt.keepalive.lost_because)
+            if attempt.settings.member is not None and attempt.settings.member.ineligible_because:
+                raise _Withdrawn
             if self._created:
                 await attempt.watch_record()
                 record = await attempt.get(attempt.record_key)
@@ -241,6 +247,7 @@ class Candidacy:
         self._claiming: Claiming | None = None
         self._leading: Leading | None = None
         self._left = False
+        self._eligibility = Wakeup()
         self._deadline = math.inf
         """When to give up, on the loop's clock."""
         self._admitted = False
@@ -266,6 +273,7 @@ class Candidacy:
                 await core.admission.acquire()
             self._admitted = True
             while True:
+                await self._wait_until_eligible()
                 claiming = self._claiming
                 try:
                     if claiming is None or claiming.attempt.keepalive.lose_if_expired():
@@ -292,6 +300,8 @@ class Candidacy:
                     self.error = error
                     if claiming is not None:
                         claiming.attempt.keepalive.lose(str(error))
+                except _Withdrawn:
+                    self._withdraw()
                 except TicketGone as error:
                     # The attempt goes on, because its creation of the record may be under way.
                     self.error = error
@@ -308,7 +318,38 @@ class Candidacy:
             self._start_leaving()
             raise
         finally:
+            if settings.member is not None:
+                settings.member.forget(self)
             self._leave_admission()
+
+    async def _wait_until_eligible(self) -> None:
+        """Outside the line, wait until the candidate may lead. Raises `NotElected` at the
+        deadline."""
+        member = self._settings.member
+        if member is None:
+            return
+        member.on_eligibility(self, self._eligibility_changed)
+        while member.ineligible_because:
+            self._withdraw()
+            self._leave_admission()
+            self._eligibility.woken = False
+            if not await self._eligibility.sleep(self._deadline):
+                raise NotElected(
+                    f"{self._settings.name!r} was not elected to {self._settings.election!r} in"
+                    f" time: {member.ineligible_because}"
+                )
+
+    def _eligibility_changed(self) -> None:
+        self._eligibility.wake()
+        if self._claiming is not None:
+            self._claiming.attempt.wakeup.wake()
+
+    def _withdraw(self) -> None:
+        """Leave the line, in the background."""
+        if self._claiming is not None:
+            claiming, self._claiming = self._claiming, None
+            claiming.succession.close()
+            claiming.attempt.leave()
 
     def _leave_admission(self) -> None:
         """Let another candidate of the session in: this one is elected, or waits."""

@@ -51,7 +51,7 @@ class Leading:
         self._looking = False
         self._body_ended = False
         self._order_reason = ""
-        """The reason of the loss, if it is an order."""
+        """The reason of the loss, if it is an order or the member is not eligible."""
         self.successor = ""
         """After an order to transfer: the key of the successor's ready marker, which is bound to
         the successor's lease."""
@@ -71,6 +71,9 @@ class Leading:
         self._emit(Elected, valid_until=keepalive.valid_until)
         self.term.on_end(self._term_ended)
         keepalive.on_loss(self, self.term._lose)
+        if settings.member is not None:
+            settings.member.on_eligibility(self, self._check_eligibility)
+            self._check_eligibility()
         # Changes of the record between its creation and this line were not noticed, so the record
         # is read once, and watched from then on. The body begins before that.
         attempt.on_change = self._changed
@@ -90,6 +93,13 @@ class Leading:
         if not self._body_ended and not self._looking:
             self._looking = True
             self.attempt.core.tasks.start(self._look())
+
+    def _check_eligibility(self) -> None:
+        """Resign, as after an order, if the member must not lead."""
+        member = self.attempt.settings.member
+        if member is not None and member.ineligible_because and not self._body_ended:
+            self._order_reason = member.ineligible_because
+            self.term._lose(self._order_reason)
 
     async def _look(self) -> None:
         """End the term if the record is gone or an order demands it."""
@@ -184,5 +194,7 @@ class Leading:
         if self.term._conclude():
             self._emit(Resigned)
         attempt.keepalive.forget(self)
+        if attempt.settings.member is not None:
+            attempt.settings.member.forget(self)
         attempt.on_change = attempt.wakeup.wake
         attempt.core.leases.body_ended(attempt.keepalive)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from doyen.errors import ConfigError
 from doyen.events import Sink
@@ -47,6 +48,23 @@ class SessionSettings:
         return Timing(ttl_s=ttl_s, renewals_lag=renewals_lag, **given)
 
 
+class Eligibility(Protocol):
+    """Decides whether a candidate may lead; a `GroupMember` does."""
+
+    @property
+    def ineligible_because(self) -> str:
+        """Why it must not lead; empty if it may."""
+        ...
+
+    def on_eligibility(self, owner: object, listener: Callable[[], None]) -> None:
+        """Have `listener` called on doyen's loop when that may have changed."""
+        ...
+
+    def forget(self, owner: object) -> None:
+        """Remove the listener of `owner`."""
+        ...
+
+
 class CampaignOptions(TypedDict, total=False):
     """The options of a campaign."""
 
@@ -69,6 +87,9 @@ class CampaignOptions(TypedDict, total=False):
     on_overrun: OnOverrun
     """What to do if a body has not ended within its stop budget after a loss: "report" emits
     an event, "exit" ends the process."""
+    member: Eligibility
+    """The membership of this process in a group. While the member is unhealthy or draining, the
+    candidate leaves the line, and a leader resigns."""
 
 
 class CampaignIdentity(TypedDict):
@@ -94,6 +115,7 @@ class CampaignSettings:
     recipe: Recipe = "line"
     stall_after_s: float | None = None
     on_overrun: OnOverrun = "report"
+    member: Eligibility | None = None
 
     @property
     def identity(self) -> CampaignIdentity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -65,8 +66,15 @@ async def observe(
     scopes: list[str],
     read: Callable[[], Awaitable[T]],
     deliver: Callable[[T], None],
+    *,
+    settle_s: float = 0.0,
+    due: Callable[[T], float | None] = lambda _: None,
 ) -> None:
-    """Deliver what `read` returns, and again whenever it differs after a change in `scopes`."""
+    """Deliver what `read` returns, and again whenever it differs after a change in `scopes`.
+
+    After a change it waits for `settle_s` before it reads, so that changes at the same time cost
+    one read. `due` returns the seconds after which to read again although nothing has changed.
+    """
     changed = asyncio.Event()
     delivered: list[T] = []
     watches: list[Watch] = []
@@ -85,7 +93,11 @@ async def observe(
             if delivered != [current]:
                 delivered = [current]
                 deliver(current)
-            await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due(current)):
+                    await changed.wait()
+                    if settle_s:
+                        await asyncio.sleep(settle_s)
     finally:
         for watch in watches:
             watch.close()

@@ -25,12 +25,15 @@ __all__ = [
     "Hindered",
     "LeaseEnded",
     "LeaseLost",
+    "Listed",
     "Lost",
     "Overrun",
+    "PublishFailed",
     "Record",
     "Renewed",
     "Resigned",
     "Sink",
+    "Unlisted",
     "Unsure",
     "Waiting",
     "merge_gap",
@@ -185,6 +188,44 @@ class Overrun(CampaignEvent):
     awaited: ClassVar[bool] = True
     token: int
     lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(Event):
+    """A member of this session is on the list of its group, or its state there has changed. It has
+    a new incarnation if it had to join again."""
+
+    level: ClassVar[int] = logging.INFO
+    log_name: ClassVar[str] = "member_listed"
+    group: str
+    name: str
+    incarnation: int
+    lease: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlisted(Event):
+    """A member of this session is no longer on the list of its group. Unless it has left or failed,
+    it joins again."""
+
+    level: ClassVar[int] = logging.WARNING
+    log_name: ClassVar[str] = "member_unlisted"
+    group: str
+    name: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishFailed(Event):
+    """The list of a group could not be published. It is tried again."""
+
+    level: ClassVar[int] = logging.WARNING
+    log_name: ClassVar[str] = "publish_failed"
+    group: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

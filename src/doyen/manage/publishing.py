@@ -1,0 +1,205 @@
+"""Publishing the members of a group as one document, written by a leader under its token.
+
+Only the leader observes the members themselves; everybody else reads or observes the one document
+`published/<group>`. Its position (token, version) only increases.
+
+- The first act of a new leader is to write, so that a predecessor that was paused cannot: its token
+  is lower than that of the document from then on.
+- The leader does not read the members again before the outcome of its write is known. No write that
+  is carried out late can therefore list a member that its writer has seen to be gone.
+- Changes within `settle_s` are published together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from doyen.election.core import SessionCore
+from doyen.errors import (
+    BadDocument,
+    ConfigError,
+    Conflict,
+    OutcomeUnknown,
+    StaleToken,
+    StoreError,
+    StoreUnavailable,
+)
+from doyen.events import PublishFailed
+from doyen.manage.documents import Document, Versioned
+from doyen.manage.members import Roster, read_members
+from doyen.model import Member, Published, members_key, published_key
+from doyen.stores.port import Watch
+from doyen.term import Term
+
+__all__ = ["ListPublisher", "observe_published", "read_published"]
+
+SETTLE_S = 0.1
+
+
+class ListPublisher:
+    """Publishes the members of one group during one term. Used on doyen's loop."""
+
+    def __init__(
+        self, core: SessionCore, group: str, term: Term, settle_s: float | None = None
+    ) -> None:
+        settle: object = SETTLE_S if settle_s is None else settle_s
+        if not isinstance(settle, int | float) or not 0 <= settle < float("inf"):
+            raise ConfigError(f"settle_s is 0 s or more, not {settle_s!r}")
+        self.core = core
+        self.group = group
+        self.term = term
+        self.published: Versioned | None = None
+        """What this leader published last."""
+        self._settle_s = float(settle)
+        self._prefix = members_key(group)
+        self._document = Document(core.calls, published_key(group))
+        self._error = ""
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Publish in the background, until stopped or the term is over."""
+        self._running = self.core.tasks.start(self.run())
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    async def run(self) -> None:
+        """Publish until cancelled or the term is over."""
+        core, changed = self.core, asyncio.Event()
+        watch: Watch | None = None
+        due: Roster | None = None
+        """What is being written. It is written before the members are read again."""
+        try:
+            while self.term.valid:
+                try:
+                    if watch is None:
+                        watch = await core.call(core.store.watch(self._prefix, changed.set))
+                    if due is None:
+                        changed.clear()
+                        due = await read_members(core, self.group)
+                    await self._publish(due)
+                except (StoreUnavailable, OutcomeUnknown) as error:
+                    self._failed(error)
+                    await asyncio.sleep(core.calls.retry_pause())
+                    continue
+                except StaleToken:
+                    return  # another leader has written
+                except (ConfigError, StoreError) as error:
+                    self._failed(error)  # too large, for instance: until something changes
+                else:
+                    self._error = ""
+                due = None
+                await changed.wait()
+                await asyncio.sleep(self._settle_s)
+        finally:
+            if watch is not None:
+                watch.close()
+
+    def _failed(self, error: Exception) -> None:
+        """Report an error, once until it is another."""
+        if str(error) != self._error:
+            self._error = str(error)
+            self.core.telemetry.emit(PublishFailed(group=self.group, error=self._error))
+
+    async def _publish(self, roster: Roster) -> None:
+        members = [encode_member(member) for member in roster.members.values()]
+        while True:
+            current = await self._current()
+            if (
+                current is not None
+                and current.token == self.term.token
+                and current.body.get("members") == members
+            ):
+                self.published = current
+                return
+            if not self.term.valid:
+                return
+            try:
+                self.published = await self._document.write(
+                    {"group": self.group, "members": members},
+                    expect=current,
+                    token=self.term.token,
+                )
+                return
+            except Conflict:
+                continue  # a predecessor has written meanwhile
+
+    async def _current(self) -> Versioned | None:
+        entry = await self.core.call(self.core.store.get(self._document.key))
+        if entry is None:
+            return None
+        try:
+            return Versioned.decode(entry)
+        except BadDocument:
+            # Nobody can read it, and a leader replaces it: the members are what they are.
+            return Versioned({}, 0, "", 0, entry)
+
+
+def encode_member(member: Member) -> dict[str, Any]:
+    """A member as it is published."""
+    return {
+        "name": member.name,
+        "incarnation": member.incarnation,
+        "state": member.state,
+        "reason": member.reason,
+        "since": member.since,
+        "meta": dict(member.meta),
+    }
+
+
+def decode_member(raw: Mapping[str, Any]) -> Member:
+    return Member(
+        str(raw["name"]),
+        int(raw["incarnation"]),
+        raw["state"],
+        str(raw["reason"]),
+        dict(raw["meta"]),
+        float(raw["since"]),
+    )
+
+
+def published_of(group: str, document: Versioned, *, regressed: bool = False) -> Published:
+    """Raises `BadDocument` if the document is not a list of members."""
+    try:
+        members = tuple(decode_member(each) for each in document.body["members"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadDocument(
+            f"the published list of {group!r}, version {document.version}, cannot be read:"
+            f" {error!r}"
+        ) from error
+    return Published(group, document.token, document.version, members, regressed)
+
+
+async def read_published(core: SessionCore, group: str) -> Published | None:
+    """The members of a group as its leader published them; None if none did."""
+    document = await Document(core.calls, published_key(group)).read()
+    return None if document is None else published_of(group, document)
+
+
+async def observe_published(
+    core: SessionCore, group: str, deliver: Callable[[Published | None], None]
+) -> None:
+    """Deliver the published list, then every change, until cancelled. A list that cannot be read is
+    not delivered: the last good one stays in force."""
+
+    def changed(document: Versioned | BadDocument | None, regressed: bool) -> None:
+        if document is None:
+            deliver(None)
+        elif isinstance(document, Versioned):
+            try:
+                published = published_of(group, document, regressed=regressed)
+            except BadDocument as error:
+                bad(error)
+            else:
+                deliver(published)
+        else:
+            bad(document)
+
+    def bad(error: BadDocument) -> None:
+        core.telemetry.emit(PublishFailed(group=group, error=str(error)))
+
+    await Document(core.calls, published_key(group)).observe(changed)

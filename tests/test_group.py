@@ -1,0 +1,497 @@
+"""Members of a group: names, leases, health, eligibility and observation. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
+from doyen.events import Listed, Lost, Unlisted
+from doyen.manage.members import MemberOptions, MemberValue
+from doyen.model import Member, MemberChange, member_key, members_key
+from doyen.testing.faults import Faults, LostCall, Odds, RefusedCall, Stray, Unanswered
+from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
+
+GROUP = "workers"
+
+
+def listed(place: Place) -> dict[str, int]:
+    """The members in the store, with their incarnations."""
+    return {
+        entry.key.rpartition("/")[2]: entry.revision
+        for entry in place.server.list(members_key(GROUP))
+    }
+
+
+async def names(session: Session) -> list[str]:
+    return [member.name for member in await session.members(GROUP)]
+
+
+async def collect(session: Session, seen: list[MemberChange], suspect: bool = True) -> None:
+    async for change in session.observe_members(GROUP, suspect=suspect):
+        seen += [change]
+
+
+@contextlib.asynccontextmanager
+async def observing(session: Session) -> Any:
+    seen: list[MemberChange] = []
+    task = asyncio.create_task(collect(session, seen))
+    await asyncio.sleep(1)
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def told(seen: list[MemberChange]) -> list[tuple[str, str]]:
+    return [(change.kind, change.member.name) for change in seen]
+
+
+# Joining and leaving.
+
+
+@virtual
+async def test_a_member_is_on_the_list_for_the_duration_of_its_scope(place: Place) -> None:
+    session, other = await place.open(), await place.open()
+    async with session.member(GROUP, name="a/b", meta={"zone": "x"}) as member:
+        assert (member.name, member.group, member.state) == ("a/b", GROUP, "up")
+        assert listed(place) == {"a%2Fb": member.incarnation}
+        (seen,) = await other.members(GROUP)
+        assert seen == Member("a/b", member.incarnation or 0, meta={"zone": "x"}, since=seen.since)
+        assert seen.silent_s is not None
+        await asyncio.sleep(10 * TTL_S)
+        assert [seen] == await other.members(GROUP)
+        await member.update({"zone": "y"})
+        (changed,) = await other.members(GROUP)
+        assert changed.meta == {"zone": "y"}
+        assert changed.incarnation == seen.incarnation
+    assert await other.members(GROUP) == []
+    assert [type(event) for event in place.seen(Listed, Unlisted)] == [Listed, Listed, Unlisted]
+
+
+@virtual
+async def test_names_and_options_are_checked(place: Place) -> None:
+    session = await place.open()
+    wrong: list[MemberOptions] = [
+        {"name": "a\n"},
+        {"meta": {"a": object()}},
+        {"meta": {"a": "x" * 5000}},
+        {"health": "yes"},  # type: ignore[typeddict-item]
+        {"health_every_s": 0},
+        {"health_limit_s": float("nan")},
+    ]
+    for options in wrong:
+        with pytest.raises(ConfigError):
+            session.member(GROUP, **options)
+    with pytest.raises(ConfigError, match="the name of a group"):
+        session.member("")
+    async with session.member(GROUP, name="a") as member:
+        with pytest.raises(ConfigError):
+            await member.update({"a": "x" * 5000})
+        assert (await session.members(GROUP))[0].meta == {}
+
+
+@virtual
+async def test_a_name_that_a_live_member_has_is_refused_at_once_with_its_holder(
+    place: Place,
+) -> None:
+    holder, late = await place.open(), await place.open()
+    async with holder.member(GROUP, name="a", meta={"port": 1}) as first:
+        began = now()
+        with pytest.raises(NameTaken, match=r"incarnation \d+ of \S+ \{'port': 1\} renews"):
+            async with late.member(GROUP, name="a"):
+                raise AssertionError("never entered")
+        assert now() - began < 0.5 * TTL_S
+        assert listed(place) == {"a": first.incarnation}
+        with pytest.raises(NameTaken):
+            async with holder.member(GROUP, name="a"):
+                raise AssertionError("the same session")
+        assert listed(place) == {"a": first.incarnation}
+
+
+@virtual
+async def test_a_store_that_does_not_tell_what_is_left_refuses_after_the_ttl(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_of = place.server._entry
+    monkeypatch.setattr(
+        place.server, "_entry", lambda key: entry_of(key)._replace(remaining_s=None)
+    )
+    holder, late = await place.open(), await place.open()
+    async with holder.member(GROUP, name="a"):
+        began = now()
+        with pytest.raises(NameTaken, match="still holds it"):
+            async with late.member(GROUP, name="a"):
+                raise AssertionError("never entered")
+        assert TTL_S <= now() - began < 1.5 * TTL_S
+        assert [member.silent_s for member in await late.members(GROUP)] == [None]
+
+
+@virtual
+async def test_the_name_of_a_dead_member_is_waited_for(place: Place) -> None:
+    faults = Faults()
+    dead, heir = await place.open(faults), await place.open()
+    task = asyncio.create_task(_stay(dead, "a"))
+    await until(lambda: listed(place))
+    before = listed(place)["a"]
+    await asyncio.sleep(1)
+    faults.cut()
+    began = now()
+    async with heir.member(GROUP, name="a") as member:
+        assert 0.5 * TTL_S < now() - began < TTL_S + 0.5
+        assert (member.incarnation or 0) > before
+    task.cancel()
+
+
+async def _stay(session: Session, name: str, **options: Any) -> None:
+    async with session.member(GROUP, name=name, **options):
+        await asyncio.Event().wait()
+
+
+@virtual
+async def test_unknown_outcomes_leave_one_entry_and_then_none(place: Place) -> None:
+    for fault in (Unanswered(), LostCall(), Unanswered(told=True), RefusedCall(), Stray(after_s=4)):
+        faults = Faults()
+        session = place.session(faults)
+        async with session:
+            faults.next("create", fault)
+            async with session.member(GROUP, name="a") as member:
+                faults.next("update", fault)
+                await member.update({"n": 1})
+                assert [each.meta for each in await session.members(GROUP)] == [{"n": 1}]
+                faults.next("delete", fault)
+            await asyncio.sleep(3 * TTL_S)
+            assert listed(place) == {}, fault
+
+
+@virtual
+async def test_a_creation_that_is_carried_out_after_leaving_is_removed(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    faults.next("create", Stray(after_s=5.0))
+    joining = asyncio.create_task(_stay(session, "a"))
+    await asyncio.sleep(0.5)
+    joining.cancel()
+    await asyncio.sleep(5)
+    assert listed(place) == {}
+    await asyncio.sleep(5)
+    assert listed(place) == {}
+
+
+# Lost leases.
+
+
+@virtual
+async def test_a_member_whose_lease_is_lost_joins_again_as_a_new_incarnation(place: Place) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        first = member.incarnation
+        place.end_lease(session)
+        await until(lambda: len(place.seen(Listed)) == 2)
+        assert (member.incarnation or 0) > (first or 0)
+        assert listed(place) == {"a": member.incarnation}
+        assert [type(event) for event in place.seen(Listed, Unlisted)] == [Listed, Unlisted, Listed]
+
+
+@virtual
+async def test_an_entry_under_the_sessions_own_lost_lease_is_replaced(place: Place) -> None:
+    """The lease is lost here and still lives at the store: a term's body runs on it."""
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        first = member.incarnation
+        core = core_of(session)
+        lost = keepalive_of(session)
+        core.leases.body_begins(lost)  # which keeps it from being revoked
+        lost.lose("a test")
+        began = now()
+        await until(lambda: len(place.seen(Listed)) == 2)
+        assert now() - began < 0.1
+        assert (member.incarnation or 0) > (first or 0)
+        core.leases.body_ended(lost)
+
+
+@virtual
+async def test_an_entry_that_an_operator_removed_is_created_again(place: Place) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        place.server.delete(member_key(GROUP, "a"))
+        await until(lambda: len(place.seen(Listed)) == 2)
+        assert listed(place) == {"a": member.incarnation}
+
+
+@virtual
+async def test_a_member_that_lost_its_name_joins_again_when_it_is_free(place: Place) -> None:
+    faults = Faults()
+    session, other = await place.open(faults), await place.open()
+    async with session.member(GROUP, name="a") as member:
+        await asyncio.sleep(1)
+        faults.cut()
+        async with other.member(GROUP, name="a") as thief:
+            faults.heal()
+            await until(lambda: member.ineligible_because)
+            assert "renews its lease" in member.ineligible_because
+            assert member.incarnation is None
+            assert listed(place) == {"a": thief.incarnation}
+        await until(lambda: member.incarnation is not None)
+        assert not member.ineligible_because
+
+
+# Health, draining and failure.
+
+
+class Patient:
+    """A health check whose result the test decides."""
+
+    def __init__(self) -> None:
+        self.result: object = None
+        self.takes_s = 0.0
+        self.calls = 0
+
+    def check(self) -> object:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    async def check_async(self) -> object:
+        self.calls += 1
+        await asyncio.sleep(self.takes_s)
+        return self.check()
+
+
+@virtual
+async def test_an_unhealthy_member_says_so_on_the_list(place: Place) -> None:
+    for coroutine in (False, True):
+        patient = Patient()
+        session = place.session()
+        check = patient.check_async if coroutine else patient.check
+        async with (
+            session,
+            session.member(
+                GROUP, name="a", health=check, health_every_s=1, health_limit_s=2
+            ) as member,
+        ):
+            for result, reason in (
+                (ValueError("disk full"), "disk full"),
+                (False, "the health check returned False"),
+            ):
+                patient.result = result
+                await asyncio.sleep(1.5)
+                (seen,) = await session.members(GROUP)
+                assert (seen.state, seen.reason) == ("unhealthy", reason)
+                assert member.state == "unhealthy"
+            patient.result = True
+            await asyncio.sleep(1.5)
+            assert [each.state for each in await session.members(GROUP)] == ["up"]
+
+
+@virtual
+async def test_a_check_that_hangs_makes_unhealthy_and_is_not_started_again(place: Place) -> None:
+    patient = Patient()
+    session = await place.open()
+    async with session.member(
+        GROUP, name="a", health=patient.check_async, health_every_s=1, health_limit_s=2
+    ) as member:
+        patient.takes_s = 20
+        await asyncio.sleep(4.5)
+        assert "has not returned within 2 s" in (await session.members(GROUP))[0].reason
+        assert patient.calls == 2
+        patient.takes_s = 0
+        await asyncio.sleep(25)
+        assert member.state == "up"
+
+
+@virtual
+async def test_an_unhealthy_leader_resigns_and_an_unhealthy_candidate_leaves_the_line(
+    place: Place,
+) -> None:
+    sick, well = Patient(), Patient()
+    led: list[str] = []
+
+    async def process(name: str, patient: Patient) -> None:
+        session = await place.open()
+        async with session.member(
+            GROUP, name=name, health=patient.check, health_every_s=0.5
+        ) as member:
+            async for campaign in session.campaigns("e", name=name, member=member):
+                async with campaign:
+                    led.append(name)
+                    await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(process("sick", sick))]
+    await until(lambda: led == ["sick"])
+    tasks.append(asyncio.create_task(process("well", well)))
+    await until(lambda: place.line() == ["sick", "well"])
+    sick.result = OSError("no disk")
+    await until(lambda: led == ["sick", "well"])
+    (lost,) = place.seen(Lost)
+    assert isinstance(lost, Lost)
+    assert "'sick' of 'workers' is unhealthy: no disk" in lost.reason
+    await until(lambda: place.line() == ["well"])
+    sick.result = None
+    await until(lambda: place.line() == ["well", "sick"])
+    sick.result = False
+    await until(lambda: place.line() == ["well"])
+    well.result = False
+    await until(lambda: place.holder() is None)
+    await asyncio.sleep(3 * TTL_S)
+    assert led == ["sick", "well"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@virtual
+async def test_a_draining_member_does_not_lead(place: Place) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        with pytest.raises(LeadershipLost, match="is draining"):
+            async with session.campaign("e", member=member) as term:
+                await member.drain()
+                assert not term.valid
+                await asyncio.sleep(1)
+        assert [each.state for each in await session.members(GROUP)] == ["draining"]
+        with pytest.raises(NotElected, match="is draining"):
+            async with session.campaign("e", member=member, wait_s=1):
+                raise AssertionError("never entered")
+        await member.resume()
+        async with session.campaign("e", member=member, wait_s=1) as term:
+            assert term.valid
+
+
+@virtual
+async def test_a_member_that_failed_is_off_the_list_and_stays_off(place: Place) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        await member.fail("its disk is broken")
+        assert listed(place) == {}
+        place.end_lease(session)
+        await asyncio.sleep(3 * TTL_S)
+        assert listed(place) == {}
+        assert "has failed: its disk is broken" in member.ineligible_because
+        (event,) = place.seen(Unlisted)
+        assert isinstance(event, Unlisted)
+        assert event.reason == "its disk is broken"
+
+
+# Observing.
+
+
+@virtual
+async def test_observers_see_members_join_change_and_leave(place: Place) -> None:
+    session = await place.open()
+    async with observing(await place.open()) as seen:
+        async with session.member(GROUP, name="a") as member:
+            await asyncio.sleep(1)
+            await member.update({"n": 1})
+            await asyncio.sleep(1)
+            place.end_lease(session)
+            await asyncio.sleep(2 * TTL_S)
+        await asyncio.sleep(1)
+        assert told(seen) == [
+            ("joined", "a"),
+            ("changed", "a"),
+            ("gone", "a"),
+            ("joined", "a"),
+            ("gone", "a"),
+        ]
+        assert seen[2].member.incarnation < seen[3].member.incarnation
+
+
+@virtual
+async def test_a_silent_member_is_suspected_and_then_gone_or_cleared(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    task = asyncio.create_task(_stay(session, "a"))
+    await until(lambda: listed(place))
+    async with observing(await place.open()) as seen:
+        await asyncio.sleep(10 * TTL_S)
+        assert told(seen) == [("joined", "a")]
+        faults.next("renew", *[RefusedCall()] * 9)
+        await asyncio.sleep(2 * TTL_S)
+        assert told(seen) == [("joined", "a"), ("suspected", "a"), ("changed", "a")]
+        assert TTL_S * 2 / 3 < (seen[1].silent_s or 0) < TTL_S
+        faults.cut()
+        await asyncio.sleep(2 * TTL_S)
+        assert told(seen)[3:] == [("suspected", "a"), ("gone", "a")]
+        assert TTL_S <= (seen[-1].silent_s or 0) < TTL_S * 1.2
+    task.cancel()
+
+
+@virtual
+async def test_an_observer_that_is_cut_off_suspects_nobody(place: Place) -> None:
+    faults = Faults()
+    session = await place.open()
+    async with session.member(GROUP, name="a"), observing(await place.open(faults)) as seen:
+        faults.cut()
+        await asyncio.sleep(5 * TTL_S)
+        faults.heal()
+        await asyncio.sleep(5 * TTL_S)
+        assert told(seen) == [("joined", "a")]
+
+
+@virtual
+async def test_a_burst_costs_one_read_and_each_change_is_told_once(place: Place) -> None:
+    faults = Faults()
+    session = await place.open()
+    observer = await place.open(faults)
+    seen: list[MemberChange] = []
+    task = asyncio.create_task(collect(observer, seen, suspect=False))
+    await asyncio.sleep(1)
+    scopes = [session.member(GROUP, name=f"m{n:03}") for n in range(200)]
+    faults.trace.clear()
+    await asyncio.gather(*(scope.__aenter__() for scope in scopes))
+    await asyncio.sleep(1)
+    assert len([call for call in faults.trace if call.startswith("list")]) == 1
+    assert sorted(told(seen)) == [("joined", f"m{n:03}") for n in range(200)]
+    faults.trace.clear()
+    seen.clear()
+    await asyncio.gather(*(scope.__aexit__() for scope in scopes))
+    await asyncio.sleep(1)
+    assert len([call for call in faults.trace if call.startswith("list")]) == 1
+    assert sorted(told(seen)) == [("gone", f"m{n:03}") for n in range(200)]
+    task.cancel()
+
+
+@virtual
+async def test_entries_that_are_not_members_are_ignored(place: Place) -> None:
+    session = await place.open()
+    place.server.put(member_key(GROUP, "x"), b"{}", None)
+    async with session.member(GROUP, name="a"):
+        assert await names(session) == ["a"]
+    assert MemberValue.decode(b"[1]") is None
+    place.server.delete(member_key(GROUP, "x"))
+
+
+@virtual
+async def test_closing_the_session_inside_the_scope_removes_the_member(place: Place) -> None:
+    session = place.session()
+    await session.__aenter__()
+    scope = session.member(GROUP, name="a")
+    await scope.__aenter__()
+    await session.__aexit__()
+    assert listed(place) == {}
+    await scope.__aexit__()
+
+
+@virtual
+async def test_with_failing_links_everything_comes_right(place: Place) -> None:
+    odds = Odds(late=0.1, lost=0.1, unanswered=0.1, refused=0.1, stray=0.1, delay_s=2)
+    for seed in range(10):
+        faults = Faults(seed, odds)
+        session = place.session(faults)
+        async with session:
+            async with session.member(GROUP, name="a") as member:
+                for n in range(5):
+                    await member.update({"n": n})
+                    await asyncio.sleep(1)
+                faults.odds = Odds()
+                await until(lambda: member.incarnation is not None)
+                assert listed(place) == {"a": member.incarnation}
+            faults.odds = Odds()
+            await asyncio.sleep(3 * TTL_S)
+            assert listed(place) == {}
