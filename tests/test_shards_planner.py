@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doyen.errors import BadDocument, ConfigError
-from doyen.manage.shards.plan import NOBODY, Move, PlannedMember, ShardPlan
+from doyen.manage.shards.plan import NO_MEMBER, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
 
@@ -25,7 +25,7 @@ ELIGIBLE = st.dictionaries(
     ),
     min_size=1,
 )
-OWNERS = st.lists(st.sampled_from([*NAMES, NOBODY]), min_size=1, max_size=6)
+OWNERS = st.lists(st.sampled_from([*NAMES, NO_MEMBER]), min_size=1, max_size=6)
 PINS = st.dictionaries(st.integers(0, 5), st.sampled_from(NAMES), max_size=2)
 
 
@@ -78,7 +78,7 @@ def test_the_planner_moves_as_few_shards_as_possible(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.sampled_from([*"abcdefg", NOBODY]), min_size=1, max_size=200),
+    st.lists(st.sampled_from([*"abcdefg", NO_MEMBER]), min_size=1, max_size=200),
     st.dictionaries(
         st.sampled_from([*"abcdefgh"]), st.builds(Eligible, st.sampled_from([1, 2, 5]))
     ),
@@ -122,7 +122,7 @@ def test_an_orphan_goes_to_its_standby() -> None:
 def test_a_member_on_which_a_shard_failed_does_not_get_it() -> None:
     members = {name: Eligible() for name in "ab"}
     assert choose_owners(["a", "a"], members, banned={0: ["a"]})[0] == "b"
-    assert choose_owners(["a", "a"], members, banned={0: ["a", "b"]})[0] == NOBODY
+    assert choose_owners(["a", "a"], members, banned={0: ["a", "b"]})[0] == NO_MEMBER
     assert choose_owners(["a", "a"], members, banned={0: ["b"]}, pins={0: "b"})[0] == "a"
 
 
@@ -135,7 +135,7 @@ def test_standbys_are_others_in_other_zones(
     assert len(columns) == number
     zones = {each.zone for each in members.values()}
     for shard, owner in enumerate(owners):
-        chosen = [column[shard] for column in columns if column[shard] != NOBODY]
+        chosen = [column[shard] for column in columns if column[shard] != NO_MEMBER]
         others = {name for name in members if name != owner}
         if owner in members and len(zones) > 1:
             others = {name for name in others if members[name].zone != members[owner].zone}
@@ -149,7 +149,7 @@ def without_hysteresis(current: Sequence[str], members: Any, **options: Any) -> 
 
 
 def from_nothing(current: Sequence[str], members: Any, **options: Any) -> list[str]:
-    return choose_owners([NOBODY] * len(current), members, **options)
+    return choose_owners([NO_MEMBER] * len(current), members, **options)
 
 
 def round_robin(current: Sequence[str], members: Any, **_: Any) -> list[str]:
@@ -181,7 +181,7 @@ def test_the_oracle_sees_a_wrong_planner(mutant: Callable[..., list[str]]) -> No
 
 def test_a_plan_for_ten_thousand_shards_with_two_standbys_is_small() -> None:
     members = {f"server-{n}.example.com": Eligible(zone=f"zone-{n % 3}") for n in range(20)}
-    owners = tuple(choose_owners([NOBODY] * 10_000, members))
+    owners = tuple(choose_owners([NO_MEMBER] * 10_000, members))
     standbys = choose_standbys(owners, members, 2)
     about = {
         name: PlannedMember(n, "zone", f"https://{name}:8443") for n, name in enumerate(members)
@@ -197,8 +197,8 @@ def test_a_plan_survives_its_document() -> None:
     plan = ShardPlan(
         generation=3,
         open=False,
-        owners=("a", NOBODY, "b"),
-        standbys=(("b", "a", NOBODY),),
+        owners=("a", NO_MEMBER, "b"),
+        standbys=(("b", "a", NO_MEMBER),),
         members={"a": PlannedMember(7, "x", "http://a:1"), "é": PlannedMember()},
         moves={2: Move("c", 9, 4, ready=True, stuck=True, age_s=1.5)},
         last_move=4,

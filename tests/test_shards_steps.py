@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen.manage.shards.plan import NOBODY, Move, ShardPlan
+from doyen.manage.shards.plan import NO_MEMBER, Move, ShardPlan
 from doyen.manage.shards.planner import choose_owners, targets
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible, next_plan
@@ -164,7 +164,7 @@ def test_with_weight_zero_everywhere_nothing_moves_and_the_plan_says_why() -> No
 def test_nothing_is_assigned_below_min_members() -> None:
     spec = replace(SPEC, min_members=2)
     plan = next_plan(spec, ShardPlan(), seen("a"), {}, 0.0)
-    assert set(plan.owners) == {NOBODY}
+    assert set(plan.owners) == {NO_MEMBER}
     assert "2 are needed" in plan.note
     assert next_plan(spec, plan, seen("ab"), {}, 0.0).loads() == {"a": 3, "b": 3}
 
@@ -179,11 +179,11 @@ def test_a_body_that_keeps_failing_is_moved_and_then_set_aside() -> None:
     assert plan.failed[0] == (first,)
     members = seen("abc", failed={0: "bang"})
     plan = next_plan(SPEC, plan, members, {}, 0.0)
-    assert plan.owners[0] == NOBODY
+    assert plan.owners[0] == NO_MEMBER
     assert plan.aside == {0: "bang"}
     assert next_plan(SPEC, plan, members, {}, 0.0) == plan
     plan = next_plan(replace(SPEC, retry=1), plan, members, {}, 0.0)
-    assert plan.owners[0] != NOBODY, "old reports do not count"
+    assert plan.owners[0] != NO_MEMBER, "old reports do not count"
     assert not plan.aside
 
 

@@ -233,8 +233,8 @@ class Claim(NamedTuple):
 class Order(NamedTuple):
     """A request that a leader resign, or transfer its leadership to a successor.
 
-    An order, and the notice to its successor, are bound to a lease of whoever gives it. They
-    disappear if that process dies.
+    An order, and the notice to its successor, are bound to a lease of the process that gives it.
+    They disappear if it dies.
     """
 
     token: int

@@ -22,7 +22,7 @@ import doyen
 from doyen.cli._output import add_lease_options, add_option, add_store_option, store_url
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
-from doyen.events.log_lines import LogLine, OutageEnded
+from doyen.events.log_lines import LogfmtLine, OutageEnded
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -268,7 +268,7 @@ _SENTENCES = {
 def _sentence(record: logging.LogRecord) -> str:
     """A log line in words: what has happened, and what else it states."""
     line = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
-    fields = dict(line.fields) if isinstance(line, LogLine) else {}
+    fields = dict(line.fields) if isinstance(line, LogfmtLine) else {}
     event = str(fields.pop("event", record.getMessage().removeprefix("event=")))
     if event in _SENTENCES:
         return _SENTENCES[event].format_map(fields)

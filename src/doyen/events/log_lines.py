@@ -26,7 +26,7 @@ from doyen.events import (
     Waiting,
 )
 
-__all__ = ["LogLine", "LogReporter", "OutageEnded", "iso_time", "log_line"]
+__all__ = ["LogReporter", "LogfmtLine", "OutageEnded", "iso_time", "log_line"]
 
 log = logging.getLogger("doyen")
 
@@ -37,20 +37,20 @@ FORGET_S = 10.0
 """How long after its last failure a candidate is taken to have given up."""
 
 
-class LogLine(str):
+class LogfmtLine(str):
     """A formatted log line, and its fields, for programs that show it to a user in other words."""
 
     fields: dict[str, object]
 
 
-def log_line(**fields: object) -> LogLine:
+def log_line(**fields: object) -> LogfmtLine:
     """Format a log line. Fields that are None are left out.
 
     >>> log_line(event="leadership_lost", election="x", reason="the lease expired")
     'event=leadership_lost election=x reason="the lease expired"'
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    line = LogLine(" ".join(f"{name}={_quoted(str(value))}" for name, value in given.items()))
+    line = LogfmtLine(" ".join(f"{name}={_quoted(str(value))}" for name, value in given.items()))
     line.fields = given
     return line
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from doyen.events import Event, Record, Sink
-from doyen.events.log_lines import LogLine, LogReporter, log_line
+from doyen.events.log_lines import LogfmtLine, LogReporter, log_line
 from doyen.lease.clock import Clock
 
 log = logging.getLogger("doyen")
@@ -359,7 +359,7 @@ def _handle(line: logging.LogRecord) -> None:
 
 
 def _lines_missing(gap: logging.LogRecord | None, line: logging.LogRecord) -> logging.LogRecord:
-    before = gap.msg.fields["lines"] if gap is not None and isinstance(gap.msg, LogLine) else 0
+    before = gap.msg.fields["lines"] if gap is not None and isinstance(gap.msg, LogfmtLine) else 0
     lines = before + 1 if isinstance(before, int) else 1
     reason = "the handlers of logging did not keep up"
     text = log_line(event="log_lines_dropped", lines=lines, reason=reason)

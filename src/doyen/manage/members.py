@@ -10,7 +10,7 @@ removes the entry; a session that goes on joins again under its new lease, as a 
   compares what the entry should be with what it is and makes the next step; an unknown outcome is
   resolved because the next step begins with a read.
 - Suspicion is what an observer derives from what the store knows of a member's lease. It changes
-  nothing in the store. An observer that cannot read suspects nobody.
+  nothing in the store. An observer that cannot read suspects no member.
 """
 
 from __future__ import annotations
@@ -661,7 +661,7 @@ async def observe_members(
 ) -> None:
     """Deliver the members of a group, then every change, until cancelled.
 
-    Without `suspect` the list is read after changes only, and nobody is suspected.
+    Without `suspect` the list is read after changes only, and no member is suspected.
     """
     await observe(
         core.calls,

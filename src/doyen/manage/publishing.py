@@ -135,7 +135,7 @@ class ListPublisher:
         try:
             return Versioned.decode(entry)
         except BadDocument:
-            # Nobody can read it, and a leader replaces it: the members are what they are.
+            # No process can read it. A leader replaces it, based on the members of the group.
             return Versioned({}, 0, "", 0, entry)
 
 

@@ -14,8 +14,8 @@ from doyen.errors import BadDocument
 
 __all__ = ["Move", "PlannedMember", "ShardPlan"]
 
-NOBODY = ""
-"""The owner of a shard that has none."""
+NO_MEMBER = ""
+"""In place of a name: the shard has no owner, or no such standby."""
 
 
 class PlannedMember(NamedTuple):
@@ -50,9 +50,9 @@ class ShardPlan:
     generation: int = 0
     """Raised with every change of the count. 0: nothing has been planned yet."""
     open: bool = True
-    """False between two generations with `barrier`: nobody may own a shard."""
+    """False between two generations with `barrier`: no member may own a shard."""
     owners: tuple[str, ...] = ()
-    """The planned owner of each shard, or `NOBODY`."""
+    """The planned owner of each shard, or `NO_MEMBER`."""
     standbys: tuple[tuple[str, ...], ...] = ()
     """The first standby of each shard, the second standby of each shard, and so on."""
     members: Mapping[str, PlannedMember] = field(default_factory=dict)
@@ -107,8 +107,8 @@ class ShardPlan:
         """The body of the document. Empty fields are left out."""
         mentioned = {owner for column in (self.owners, *self.standbys) for owner in column}
         mentioned.update(move.to for move in self.moves.values())
-        names = sorted((mentioned | set(self.members)) - {NOBODY})
-        index = {name: position for position, name in enumerate(names)} | {NOBODY: -1}
+        names = sorted((mentioned | set(self.members)) - {NO_MEMBER})
+        index = {name: position for position, name in enumerate(names)} | {NO_MEMBER: -1}
 
         def indices(column: Iterable[str]) -> list[int]:
             return [index[name] for name in column]
@@ -139,7 +139,7 @@ class ShardPlan:
         """Read a document. Raises `BadDocument` if it is not a plan."""
         try:
             names = [str(name) for name in body["names"]]
-            named = [*names, NOBODY]  # the index -1
+            named = [*names, NO_MEMBER]  # the index -1
 
             def column(indices: list[int]) -> tuple[str, ...]:
                 if indices and (min(indices) < -1 or max(indices) >= len(names)):

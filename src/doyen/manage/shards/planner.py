@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from doyen.manage.shards.plan import NOBODY
+from doyen.manage.shards.plan import NO_MEMBER
 
 __all__ = ["Eligible", "choose_owners", "choose_standbys", "targets"]
 
@@ -73,7 +73,7 @@ def choose_owners(
 
     `current` are the present owners; those that are not eligible count as none. A member in
     `banned` may not own that shard. Shards in `kept` stay as they are and do not count. A standby
-    is preferred where the balance allows it. With nobody eligible, nothing changes.
+    is preferred where the balance allows it. If no member is eligible, nothing changes.
 
     >>> choose_owners(["a", "a", "a", "a"], {"a": Eligible(), "b": Eligible()})
     ['a', 'a', 'a', 'b']
@@ -89,7 +89,7 @@ def choose_owners(
     homeless: list[int] = []
     owned: dict[str, list[int]] = {name: [] for name in names}
     for shard, owner in enumerate(current):
-        pin = pins.get(shard, NOBODY)
+        pin = pins.get(shard, NO_MEMBER)
         if shard in kept:
             continue
         if pin in members and pin not in banned.get(shard, ()):
@@ -127,7 +127,7 @@ def choose_owners(
     for left, shard in zip(range(len(homeless), 0, -1), sorted(homeless), strict=True):
         taker = None
         for column in standbys:
-            standby = column[shard] if shard < len(column) else NOBODY
+            standby = column[shard] if shard < len(column) else NO_MEMBER
             if standby not in members or load[standby] == target[standby].high:
                 continue
             if load[standby] < target[standby].low or left > needed:
@@ -145,7 +145,7 @@ def choose_owners(
     for shard in fixed:
         allowed = [name for name in names if name not in banned[shard]]
         if current[shard] not in allowed:
-            owners[shard] = min(allowed, key=excess, default=NOBODY)
+            owners[shard] = min(allowed, key=excess, default=NO_MEMBER)
             if allowed:
                 load[owners[shard]] += 1
     return owners
@@ -201,5 +201,5 @@ def choose_standbys(
                     chosen.append(name)
                     used.add(members[name].zone)
         for rank in range(number):
-            columns[rank].append(chosen[rank] if rank < len(chosen) else NOBODY)
+            columns[rank].append(chosen[rank] if rank < len(chosen) else NO_MEMBER)
     return tuple(map(tuple, columns))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from doyen.manage.shards.plan import NOBODY, Move, PlannedMember, ShardPlan
+from doyen.manage.shards.plan import NO_MEMBER, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import ShardSpec
 
@@ -68,7 +68,7 @@ def next_plan(
 
 def _resized(plan: ShardPlan, count: int) -> ShardPlan:
     def resized(column: tuple[str, ...]) -> tuple[str, ...]:
-        return (*column[:count], *[NOBODY] * (count - len(column)))
+        return (*column[:count], *[NO_MEMBER] * (count - len(column)))
 
     return replace(
         plan,
@@ -141,7 +141,7 @@ class _Step:
     def _grace(self) -> dict[str, float]:
         """The owners that have gone and whose shards are still kept for them."""
         left: dict[str, float] = {}
-        for name in sorted(set(self.owners) - {NOBODY} - set(self.members)):
+        for name in sorted(set(self.owners) - {NO_MEMBER} - set(self.members)):
             known = self.plan.grace.get(name)
             left_s = self.spec.grace_s if known is None else known - self.elapsed_s
             if left_s > 0:
@@ -178,7 +178,7 @@ class _Step:
     def _take_from_the_gone(self) -> None:
         for shard, owner in enumerate(self.owners):
             if owner and owner not in self.members and owner not in self.grace:
-                self.owners[shard] = NOBODY
+                self.owners[shard] = NO_MEMBER
 
     def _take_from_the_failed(self) -> None:
         for name, member in sorted(self.members.items()):
@@ -190,7 +190,7 @@ class _Step:
                 if name not in self.failed.get(shard, ()):
                     self._fail(shard, name)
                 self.moves.pop(shard, None)
-                self.owners[shard] = NOBODY
+                self.owners[shard] = NO_MEMBER
                 failed_on = self.failed[shard]
                 if len(failed_on) >= FAILED_ON or not set(self.eligible) - set(failed_on):
                     self.aside[shard] = error
@@ -216,9 +216,9 @@ class _Step:
         next_id = self.plan.last_move + 1
         pending = False
         for shard, name in enumerate(wanted):
-            if name in (reached[shard], NOBODY):
+            if name in (reached[shard], NO_MEMBER):
                 continue
-            if owners[shard] == NOBODY:
+            if owners[shard] == NO_MEMBER:
                 owners[shard] = name
             elif shard in moves or budget <= 0:
                 pending = True

@@ -48,7 +48,7 @@ class Leases(Struct, frozen=True, array_like=True, tag=1):
     ttls: list[float]
 
 
-class Entries(Struct, frozen=True, array_like=True, tag=2):
+class StoredEntries(Struct, frozen=True, array_like=True, tag=2):
     """Entries in the order of their keys."""
 
     entries: list[StoredEntry]
@@ -66,7 +66,7 @@ class Changes(Struct, frozen=True, array_like=True, tag=4):
     changes: list[Change]
 
 
-Piece = SnapshotHeader | Leases | Entries | EndedLeases | Changes
+Piece = SnapshotHeader | Leases | StoredEntries | EndedLeases | Changes
 decode_piece: Callable[[bytes], Piece] = msgspec.msgpack.Decoder(Piece).decode
 
 
@@ -101,9 +101,9 @@ def encode_pieces(
             piece.append(entry)
             size += len(entry.key) + len(entry.value) + 16
             if size >= PIECE_BYTES:
-                yield encode(Entries(piece))
+                yield encode(StoredEntries(piece))
                 piece, size = [], 0
     if piece:
-        yield encode(Entries(piece))
+        yield encode(StoredEntries(piece))
     for at in range(0, len(changes), PIECE_ITEMS):
         yield encode(Changes(changes[at : at + PIECE_ITEMS]))

@@ -70,9 +70,9 @@ from doyen.quorum.keyspace.snapshot import (
     QUOTA,
     Changes,
     EndedLeases,
-    Entries,
     Leases,
     SnapshotHeader,
+    StoredEntries,
     decode_piece,
     encode_pieces,
 )
@@ -287,7 +287,7 @@ class Keyspace:
         for piece in map(decode_piece, unread):
             if isinstance(piece, Leases):
                 leases.append(piece.leases, [_Lease(ttl_s, {}) for ttl_s in piece.ttls])
-            elif isinstance(piece, Entries):
+            elif isinstance(piece, StoredEntries):
                 entries.append([entry.key for entry in piece.entries], piece.entries)
                 for entry in piece.entries:
                     size += _size(entry)

@@ -48,7 +48,7 @@ _WATCHING = f"SELECT inbox, tag, scope FROM watches WHERE scope IN ({','.join('?
 _RANKS = 1 << 31
 
 Send = Callable[[str, Iterable[int]], bool]
-"""Tell an inbox that scopes with these tags change; False if nobody is behind it any more."""
+"""Tell an inbox that scopes with these tags change; False if no process reads it any more."""
 
 
 class WriteNeeded(Exception):
