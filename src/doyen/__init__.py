@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         DoyenError,
         LeadershipLost,
         NameTaken,
+        NotApplied,
         NotElected,
         OrderFailed,
         OutcomeUnknown,
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
         StoreError,
         StoreUnavailable,
         StoreUnusable,
+    )
+    from doyen.manage.config import ConfigDocument, Missed, Regressed
+    from doyen.manage.config_session import (
+        BlockingConfig,
+        BlockingSubscription,
+        Config,
+        Subscription,
     )
     from doyen.model import Candidate, Leader, Line, Member, MemberChange, Published
     from doyen.quorum.node import Node, StateMachine
@@ -41,9 +49,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyCampaigning",
     "BadDocument",
+    "BlockingConfig",
     "BlockingSession",
+    "BlockingSubscription",
     "Candidate",
     "CommandFailed",
+    "Config",
+    "ConfigDocument",
     "ConfigError",
     "Conflict",
     "DoyenError",
@@ -52,12 +64,15 @@ __all__ = [
     "Line",
     "Member",
     "MemberChange",
+    "Missed",
     "NameTaken",
     "Node",
+    "NotApplied",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
     "Published",
+    "Regressed",
     "Session",
     "SessionClosed",
     "StaleToken",
@@ -65,6 +80,7 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "StoreUnusable",
+    "Subscription",
     "Term",
     "TermState",
     "connect",
@@ -72,7 +88,16 @@ __all__ = [
     "while_leader",
 ]
 
-_HOMES = ("blocking", "session", "term", "model", "errors", "quorum.node")
+_HOMES = (
+    "blocking",
+    "session",
+    "term",
+    "model",
+    "errors",
+    "manage.config",
+    "manage.config_session",
+    "quorum.node",
+)
 
 
 def __getattr__(name: str) -> object:

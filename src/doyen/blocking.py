@@ -14,7 +14,7 @@ import os
 import queue
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from types import FunctionType
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
@@ -38,6 +38,9 @@ from doyen.manage.publishing import ListPublisher, observe_published, read_publi
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
 from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
 from doyen.term import Term, TermState
+
+if TYPE_CHECKING:
+    from doyen.manage.config_session import BlockingConfig
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
 
@@ -134,6 +137,30 @@ class BlockingSession:
     ) -> Leader:
         """Have the leader transfer to the candidate named `to`; see `Session.transfer`."""
         return self._run(order_transfer, election, kind=kind, to=to, wait_s=wait_s)
+
+    @overload
+    def config(
+        self, name: str, *, author: str | None = None, history: int = 20
+    ) -> BlockingConfig[Any]: ...
+
+    @overload
+    def config(
+        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
+    ) -> BlockingConfig[T]: ...
+
+    def config(
+        self,
+        name: str,
+        *,
+        type: Any = None,  # noqa: A002 - the natural name
+        author: str | None = None,
+        history: int = 20,
+    ) -> BlockingConfig[Any]:
+        """A configuration: a versioned document that is validated when it is written and read.
+        Options as for `Session.config`."""
+        from doyen.manage.config_session import BlockingConfig  # only for those who use it
+
+        return BlockingConfig(self._opened, self._runtime, name, type, author, history)
 
     def _run(
         self,

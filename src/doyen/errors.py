@@ -9,6 +9,7 @@
     ├── OrderFailed            the leader did not resign or transfer as ordered
     ├── Conflict               the document has been changed since it was read
     ├── BadDocument            a document in the store cannot be read, or fails its type
+    ├── NotApplied             the configuration was written, and not all subscribers applied it
     ├── CommandFailed          a state machine raised an error, the same on every node
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused the token of an earlier term
@@ -25,6 +26,7 @@ keep the original as `__cause__`. This module imports nothing of doyen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "LeadershipLost",
     "LeaseGone",
     "NameTaken",
+    "NotApplied",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
@@ -88,7 +91,33 @@ class Conflict(DoyenError):
 
 class BadDocument(DoyenError):
     """A document in the store cannot be read, or fails its type. The last good one stays in
-    force."""
+    force. `version`, `id` and `author` are those of the document, where they are known."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        version: int | None = None,
+        id: str = "",  # noqa: A002 - as in the document
+        author: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.version = version
+        self.id = id
+        self.author = author
+
+
+class NotApplied(DoyenError):
+    """The configuration was written, and not all of the subscribers that were waited for have
+    applied it. `refused` maps the names of those that refused it to their reasons, and `waiting`
+    has the names of those that have not answered yet."""
+
+    def __init__(
+        self, message: str, refused: Mapping[str, str] | None = None, waiting: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.refused = dict(refused or {})
+        self.waiting = list(waiting)
 
 
 class CommandFailed(DoyenError):

@@ -13,6 +13,9 @@ promises hold.
     locks/<name>/…                           the same for a lock
     members/<group>/<name>                   a member of a group
     published/<group>                        the list of members that a leader publishes
+    config/<name>/current                    a configuration
+    config/<name>/history/<version>          what it was before
+    config/<name>/applied/<subscriber>       what a subscriber has applied
 
 Imports the errors only.
 """
@@ -43,6 +46,7 @@ __all__ = [
     "Order",
     "Published",
     "Version",
+    "config_key",
     "described",
     "encode_json",
     "key_segment",
@@ -342,3 +346,11 @@ def line_key(name: str, kind: Kind = "elections") -> str:
 
 def notice_key(name: str, attempt: str, kind: Kind = "elections") -> str:
     return f"{_path(name, kind)}/mail/{attempt}"
+
+
+def config_key(name: str, *parts: object) -> str:
+    """
+    >>> config_key("billing", "history", 7)
+    'config/billing/history/7'
+    """
+    return "/".join(["config", key_segment(name, "a configuration"), *map(str, parts)])

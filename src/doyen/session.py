@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
 from doyen.election.candidate import Candidacy, entered_terms
@@ -41,6 +41,9 @@ from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Pub
 from doyen.stores.port import Store
 from doyen.term import Term
 from doyen.term import forked as term_forked
+
+if TYPE_CHECKING:
+    from doyen.manage.config_session import Config
 
 __all__ = ["Campaign", "Joining", "Publishing", "Session", "connect"]
 
@@ -224,6 +227,35 @@ class Session:
         """The current leader, read from the store; None if there is none. With `kind="locks"`, the
         holder of the lock of that name."""
         return await self._run(read_leader, election, kind)
+
+    @overload
+    def config(self, name: str, *, author: str | None = None, history: int = 20) -> Config[Any]: ...
+
+    @overload
+    def config(
+        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
+    ) -> Config[T]: ...
+
+    def config(
+        self,
+        name: str,
+        *,
+        type: Any = None,  # noqa: A002 - the natural name
+        author: str | None = None,
+        history: int = 20,
+    ) -> Config[Any]:
+        """A configuration: a versioned document that is validated when it is written and read.
+
+            config = session.config("billing", type=Settings)
+            document = await config.set(Settings(workers=4))
+
+        `type`: a type that msgspec can decode, or of pydantic; without one, any JSON. `author`: who
+        writes (default: host name and process id). `history`: how many earlier versions this
+        session keeps when it writes.
+        """
+        from doyen.manage.config_session import Config  # only for those who use it
+
+        return Config(self._opened, name, type, author, history)
 
     def observe(
         self, election: str, *, kind: Kind = "elections"

@@ -81,9 +81,16 @@ class Document:
         return None if entry is None else Versioned.decode(entry)
 
     async def write(
-        self, body: Mapping[str, Any], *, expect: Versioned | None, token: int = 0
+        self,
+        body: Mapping[str, Any],
+        *,
+        expect: Versioned | None,
+        token: int = 0,
+        identity: str | None = None,
     ) -> Versioned:
         """Replace `expect`, or create the document if that is None.
+
+        `identity` is the id of the new version, for a caller that has other ways to find it.
 
         Raises `Conflict` if the document is another one by now, and `StaleToken` if `token` is
         lower than that of `expect`; then nothing was written. An unknown outcome is resolved by
@@ -96,7 +103,8 @@ class Document:
                 f"{self.key} was written with token {last.token}; the token {token} is of an"
                 " earlier term"
             )
-        version, identity = (last.version if last else 0) + 1, calls.unique_id()
+        version = (last.version if last else 0) + 1
+        identity = identity or calls.unique_id()
         value = self._encode(
             {"schema": SCHEMA, "version": version, "id": identity, "token": token, **body}
         )

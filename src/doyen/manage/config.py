@@ -1,0 +1,439 @@
+"""Configurations: a versioned document with a type, a bounded history, and readers without gaps.
+
+    config/<name>/current              {schema, version, id, author, at, previous, value}
+    config/<name>/history/<version>    the same bytes, of an earlier version
+    config/<name>/applied/<subscriber> see `doyen.manage.applied`
+
+- Before `current` moves from version v to v + 1, its writer copies version v, byte for byte, to
+  `history/v` if that is absent. So a version that has been current is either current or in the
+  history, and a writer that dies at any point leaves nothing half done.
+- A version is identified by its number and a random id, and names the id of the version before it
+  (`previous`). A reader can therefore tell whether what it reads follows on what it had. If not,
+  the store has lost confirmed writes, and the reader is told (`Regressed`).
+- Readers watch `current` only. A watch on a key above it would notify every reader of every
+  acknowledgement of every other one.
+- A version that fails its type is reported (`BadDocument`), and the last good one stays in force.
+
+Everything in this module runs on doyen's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from doyen.election.core import SessionCore
+from doyen.errors import (
+    BadDocument,
+    ConfigError,
+    Conflict,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+)
+from doyen.events.log_lines import log_line
+from doyen.manage.documents import Document, Versioned
+from doyen.manage.typed import Typed, TypeRefused
+from doyen.model import Entry, config_key
+from doyen.stores.port import Watch
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+__all__ = [
+    "Change",
+    "ConfigDocument",
+    "ConfigReader",
+    "ConfigStore",
+    "Missed",
+    "Position",
+    "Regressed",
+]
+
+T = TypeVar("T")
+log = logging.getLogger("doyen")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigDocument(Generic[T]):
+    """One version of a configuration."""
+
+    name: str
+    version: int
+    id: str
+    """Random. Two documents of the same version with different ids show that the store has lost
+    confirmed writes."""
+    author: str
+    at: datetime
+    """When it was written, by the clock of its author. For display."""
+    value: T
+
+
+class Missed(NamedTuple):
+    """An observer fell so far behind that these versions are no longer in the history."""
+
+    first: int
+    last: int
+
+
+class Regressed(NamedTuple):
+    """The store has lost confirmed writes: the version that was `was` is `now` (0: there is none),
+    or another document with the same version. The observer gets that document next."""
+
+    was: int
+    now: int
+
+
+Change = ConfigDocument[T] | Missed | Regressed | BadDocument
+
+
+class Position(NamedTuple):
+    """What a reader has read last. An empty id means that only the version is known."""
+
+    version: int
+    id: str = ""
+
+    def is_at(self, current: Versioned | None) -> bool:
+        if current is None:
+            return self.version == 0
+        return self.version == current.version and self.id in ("", current.id)
+
+
+class ConfigStore(Generic[T]):
+    """One configuration in the store: reads, writes and keeps its history."""
+
+    def __init__(
+        self, core: SessionCore, name: str, kind: Typed[T], *, author: str, keep: int
+    ) -> None:
+        kept: object = keep
+        if not isinstance(kept, int) or kept < 1:
+            raise ConfigError(f"history is the number of versions to keep, 1 or more, not {keep!r}")
+        self.core = core
+        self.name = name
+        self.kind = kind
+        self._author = author
+        self._keep = keep
+        self.document = Document(core.calls, config_key(name, "current"))
+
+    # Reading.
+
+    async def read(self, version: int | None = None) -> ConfigDocument[T] | None:
+        """The current version, or an earlier one. None if there is none yet."""
+        current = await self.document.read()
+        if version is not None:
+            return self.typed(await self._earlier(current, version))
+        return None if current is None else self.typed(current)
+
+    async def _earlier(self, current: Versioned | None, version: int) -> Versioned:
+        if current is not None and current.version == version:
+            return current
+        if current is not None and 0 < version < current.version:
+            found = await self.earlier(version)
+            if found is not None:
+                return found
+        raise ConfigError(f"{self.name!r} has no version {version}: {await self._known(current)}")
+
+    async def earlier(self, version: int) -> Versioned | None:
+        """A version from the history."""
+        entry = await self._get(config_key(self.name, "history", version))
+        return None if entry is None else Versioned.decode(entry)
+
+    async def _known(self, current: Versioned | None) -> str:
+        if current is None:
+            return "nothing has been written yet"
+        oldest = min(
+            (each.version for each in await self._listed(current)), default=current.version
+        )
+        return f"the store has versions {oldest} to {current.version}"
+
+    async def _listed(self, current: Versioned) -> list[Versioned]:
+        entries = await self.core.call(self.core.store.list(config_key(self.name, "history")))
+        kept = [Versioned.decode(entry) for entry in entries]
+        return [each for each in kept if each.version < current.version]
+
+    async def history(self) -> list[ConfigDocument[Any]]:
+        """All versions that the store has, the newest first. Their values are plain JSON: an old
+        one need not be of the type that is used now."""
+        current = await self.document.read()
+        if current is None:
+            return []
+        kept = sorted(await self._listed(current), key=lambda each: -each.version)
+        return [self.plain(each) for each in [current, *kept]]
+
+    def plain(self, version: Versioned) -> ConfigDocument[Any]:
+        """A version with its value as plain JSON."""
+        from datetime import UTC, datetime  # takes long to import
+
+        body = version.body
+        try:
+            at = datetime.fromtimestamp(float(body["at"]), UTC)
+            author = str(body["author"])
+            value = body["value"]
+        except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+            raise BadDocument(
+                f"{version.entry.key} is not a configuration: {error!r}; another program has"
+                " written it",
+                version=version.version,
+                id=version.id,
+            ) from error
+        return ConfigDocument(self.name, version.version, version.id, author, at, value)
+
+    def typed(self, version: Versioned) -> ConfigDocument[T]:
+        """A version with its value. Raises `BadDocument` if that fails the type."""
+        plain = self.plain(version)
+        try:
+            value = self.kind.from_json(plain.value)
+        except TypeRefused as error:
+            raise BadDocument(
+                f"version {plain.version} of {self.name!r}, by {plain.author!r}, fails its type:"
+                f" {error}",
+                version=plain.version,
+                id=plain.id,
+                author=plain.author,
+            ) from error
+        return ConfigDocument(self.name, plain.version, plain.id, plain.author, plain.at, value)
+
+    async def _get(self, key: str) -> Entry | None:
+        return await self.core.call(self.core.store.get(key))
+
+    # Writing.
+
+    async def write(self, value: Any, if_version: int | None) -> Versioned:
+        """Write a new version. Raises `Conflict` if the current one is not `if_version`.
+
+        `StoreUnavailable` means that nothing was written. `OutcomeUnknown` is raised only if the
+        store did not tell for one ttl whether the new version was written.
+        """
+        try:
+            plain = self.kind.to_json(value)
+        except TypeRefused as error:
+            raise BadDocument(f"{self.name!r} was not written: {error}") from error
+        return await self._write(plain, if_version)
+
+    async def rollback(self, version: int, if_version: int | None) -> Versioned:
+        """Write the value of an earlier version as a new version."""
+        current = await self.document.read()
+        earlier = self.plain(await self._earlier(current, version))
+        return await self.write(earlier.value, if_version)
+
+    async def _write(self, plain: Any, if_version: int | None) -> Versioned:
+        while True:
+            current = await self._settled_current()
+            if if_version is not None and if_version != (current.version if current else 0):
+                raise self._conflict(if_version, current)
+            try:
+                written = await self._replace(current, plain)
+            except Conflict as conflict:
+                if if_version is not None:
+                    raise self._conflict(if_version, conflict.current) from None
+                continue
+            await self._trim(written.version)
+            return written
+
+    async def _settled_current(self) -> Versioned | None:
+        """The current version, which the history has too."""
+        try:
+            current = await self.document.read()
+            if current is not None:
+                await self._copy(current)
+        except OutcomeUnknown as error:
+            raise StoreUnavailable(f"{self.name!r} was not written: {error}") from error
+        return current
+
+    async def _copy(self, current: Versioned) -> None:
+        """Copy the current version to the history. All writers that copy it write the same bytes,
+        so it does not matter how often, or how late, that is carried out.
+
+        Other bytes are those of a version that the store has lost since.
+        """
+        store, key = self.core.store, config_key(self.name, "history", current.version)
+        known: Entry | None = None
+        while known is None or known.value != current.entry.value:
+            if_version = None if known is None else known.version
+            put = store.put(key, current.entry.value, if_version=if_version)
+            if await self.core.call(put) is not None:
+                return
+            known = await self._get(key)
+
+    async def _replace(self, current: Versioned | None, plain: Any) -> Versioned:
+        identity = self.core.calls.unique_id()
+        body = {
+            "author": self._author,
+            "at": self.core.runtime.clock.wall(),
+            "previous": "" if current is None else current.id,
+            "value": plain,
+        }
+        try:
+            return await self.document.write(body, expect=current, identity=identity)
+        except OutcomeUnknown as error:
+            # If later versions have replaced it, the history has it, or another one instead.
+            version = 1 if current is None else current.version + 1
+            try:
+                found, now = await self.earlier(version), await self.document.read()
+            except (StoreError, BadDocument):
+                raise error from None
+            if found is None:
+                raise
+            if found.id != identity:
+                raise Conflict("another version was written", now) from None
+            return found
+
+    async def _trim(self, version: int) -> None:
+        """Delete what is older than the history that is kept.
+
+        Usually that is one version. A writer that died, or copied a version very late, may have
+        left others, so all are looked through from time to time.
+        """
+        store, prefix = self.core.store, config_key(self.name, "history")
+        oldest = version - self._keep - 1
+        try:
+            expired = [f"{prefix}/{oldest}"] if oldest > 0 else []
+            if version % self._keep == 0:
+                keys = [entry.key for entry in await self.core.call(store.list(prefix))]
+                expired = [key for key in keys if int(key.rpartition("/")[2]) <= oldest]
+            for key in expired:
+                await self.core.call(store.delete(key))
+        except StoreError as error:  # a later writer deletes it
+            log.debug("%s", log_line(event="history_not_trimmed", config=self.name, error=error))
+
+    def _conflict(self, if_version: int, current: Versioned | None) -> Conflict:
+        if current is None:
+            return Conflict(f"{self.name!r} has no version {if_version}: nothing was written yet")
+        now = self.plain(current)
+        return Conflict(
+            f"{self.name!r} is at version {now.version}, which {now.author!r} wrote at"
+            f" {now.at:%Y-%m-%d %H:%M:%S} UTC, and not at {if_version}; nothing was written. Read"
+            " it again, and repeat the change",
+            now,
+        )
+
+
+class ConfigReader(Generic[T]):
+    """Reads one version after the other, from any position."""
+
+    def __init__(self, store: ConfigStore[T]) -> None:
+        self._store = store
+        self._calls = store.core.calls
+        self._watch: Watch | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._at: Position | None = None
+        """Where the reader was when `_changed` was cleared last."""
+        self._unreadable = ""
+        """What was reported last about a document that cannot be read."""
+        self._doubtful_until: float | None = None
+
+    async def next(self, at: Position | None) -> tuple[Sequence[Change[T]], Position | None]:
+        """What has changed since the reader was `at`, and where it is then. Waits for a change.
+
+        None is the position of a reader that begins with what is current. While the store is
+        unavailable, this waits.
+        """
+        store = self._calls.store
+        if at is not None and at == self._at:
+            await self._changed.wait()
+        while True:
+            try:
+                if self._watch is None:
+                    key = self._store.document.key
+                    watch = await self._calls.call(store.watch(key, self._changed.set))
+                    self._watch = watch
+                    if self._closed:
+                        self.close()
+                self._changed.clear()
+                changes, position = await self._since(at)
+            except (OutcomeUnknown, StoreUnavailable) as error:
+                line = log_line(event="observing_failed", config=self._store.name, error=error)
+                log.debug("%s", line)
+                await asyncio.sleep(self._calls.retry_pause())
+                continue
+            if self._doubtful(changes):
+                await asyncio.sleep(self._calls.retry_pause())
+            elif changes:
+                self._at = position
+                return changes, position
+            else:
+                await self._changed.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._watch is not None:
+            self._watch.close()
+
+    def _doubtful(self, changes: Sequence[Change[T]]) -> bool:
+        """Whether an outdated replica may have answered, so that versions seem to be lost. What
+        stays lost for one ttl is lost."""
+        notices = any(isinstance(change, Missed | Regressed) for change in changes)
+        if not notices or self._calls.store.capabilities.linearizable_reads:
+            self._doubtful_until = None
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._doubtful_until is None:
+            self._doubtful_until = now + self._calls.timing.ttl_s
+        return now < self._doubtful_until
+
+    async def _since(self, at: Position | None) -> tuple[Sequence[Change[T]], Position | None]:
+        try:
+            current = await self._store.document.read()
+        except BadDocument as error:
+            return self._report_unreadable(error), at
+        self._unreadable = ""
+        if current is None:
+            # Nothing was written yet, or everything is lost.
+            lost = at is not None and at.version > 0
+            return ([Regressed(at.version, 0)] if at and lost else []), at and Position(0)
+        if at is not None and at.is_at(current):
+            return [], at
+        versions, changes = await self._follow(at, current)
+        told = [*changes, *(self._told(version) for version in versions)]
+        return told, Position(current.version, current.id)
+
+    def _report_unreadable(self, error: BadDocument) -> Sequence[Change[T]]:
+        """Report what is not a document of doyen, once: it has no identity."""
+        if str(error) == self._unreadable:
+            return []
+        self._unreadable = str(error)
+        return [error]
+
+    async def _follow(
+        self, at: Position | None, current: Versioned
+    ) -> tuple[list[Versioned], list[Change[T]]]:
+        """The versions from `at` to the current one in order, and what precedes them."""
+        versions = [current]
+        if at is None:
+            # The last good version is in force, and it may be an earlier one.
+            while isinstance(self._told(versions[0]), BadDocument):
+                earlier = await self._before(versions[0])
+                if earlier is None:
+                    break
+                versions.insert(0, earlier)
+            return versions, []
+        if current.version <= at.version:
+            return versions, [Regressed(at.version, current.version)]
+        while versions[0].version > at.version + 1:
+            earlier = await self._before(versions[0])
+            if earlier is None:
+                return versions, [Missed(at.version + 1, versions[0].version - 1)]
+            versions.insert(0, earlier)
+        if at.id not in ("", versions[0].body.get("previous")):
+            return [current], [Regressed(at.version, current.version)]
+        return versions, []
+
+    async def _before(self, version: Versioned) -> Versioned | None:
+        """The version before it, from the history; None if that does not have it."""
+        try:
+            earlier = await self._store.earlier(version.version - 1)
+        except BadDocument:
+            return None
+        if earlier is None or earlier.id != version.body.get("previous"):
+            return None
+        return earlier
+
+    def _told(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
+        try:
+            return self._store.typed(version)
+        except BadDocument as error:
+            return error

@@ -1,0 +1,902 @@
+"""Configurations: versions, history, types, observers without gaps, and who has applied what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+
+import doyen
+from doyen import (
+    BadDocument,
+    Config,
+    ConfigDocument,
+    ConfigError,
+    Conflict,
+    Missed,
+    NotApplied,
+    OutcomeUnknown,
+    Regressed,
+    Session,
+    SessionClosed,
+    StoreUnavailable,
+)
+from doyen._waiting import retrieve
+from doyen.manage.applied import Applied
+from doyen.model import Entry, config_key
+from doyen.stores.memory import MemoryServer
+from doyen.stores.port import Store, Watch
+from doyen.testing.faults import (
+    Faults,
+    FaultyStore,
+    LostCall,
+    RefusedCall,
+    Stray,
+    Unanswered,
+)
+from support import TTL_S, Place, core_of, now, until, virtual
+
+CURRENT = config_key("limits", "current")
+
+
+class Limits(msgspec.Struct):
+    """A type."""
+
+    workers: int
+
+
+def history_of(place: Place) -> dict[int, bytes]:
+    entries = place.server.list(config_key("limits", "history"))
+    return {int(entry.key.rpartition("/")[2]): entry.value for entry in entries}
+
+
+def current_of(place: Place) -> Entry:
+    entry = place.server.get(CURRENT)
+    assert entry is not None
+    return entry
+
+
+def acknowledgements(place: Place) -> list[tuple[str, int]]:
+    entries = place.server.list(config_key("limits", "applied"))
+    return sorted((says.name, says.version) for says in map(Applied.decode, entries))
+
+
+class Follower:
+    """Observes in the background."""
+
+    def __init__(self, config: Config[Any], since: int | None = None) -> None:
+        self.seen: list[Any] = []
+        self.task = asyncio.ensure_future(self._follow(config, since))
+        self.task.add_done_callback(retrieve)
+
+    async def _follow(self, config: Config[Any], since: int | None) -> None:
+        async for change in config.observe(since):
+            self.seen.append(change)
+
+    @property
+    def versions(self) -> list[Any]:
+        return [c.version if isinstance(c, ConfigDocument) else c for c in self.seen]
+
+
+class Subscriber:
+    """Applies in the background: takes `slow_s` for it, and refuses what `refuses` names."""
+
+    def __init__(
+        self, config: Config[Any], name: str, *, slow_s: float = 0.0, refuses: str = ""
+    ) -> None:
+        self.applied: list[int] = []
+        self.slow_s = slow_s
+        self.task = asyncio.ensure_future(self._live(config, name, refuses))
+        self.task.add_done_callback(retrieve)
+
+    async def _live(self, config: Config[Any], name: str, refuses: str) -> None:
+        async with config.subscribe(name) as documents:
+            async for document in documents:
+                await asyncio.sleep(self.slow_s)
+                if refuses:
+                    documents.refuse(refuses)
+                else:
+                    self.applied.append(document.version)
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def subscriber(place: Place, name: str, **how: Any) -> Subscriber:
+    subscribed = Subscriber((await place.open()).config("limits"), name, **how)
+    await until(lambda: name in dict(acknowledgements(place)))
+    return subscribed
+
+
+# Versions and history.
+
+
+@virtual
+async def test_a_document_has_a_version_an_author_and_a_time(place: Place) -> None:
+    config = (await place.open()).config("limits", type=Limits, author="ann")
+    assert await config.get() is None
+    assert await config.history() == []
+    document = await config.set(Limits(4))
+    assert (document.version, document.author, document.value) == (1, "ann", Limits(4))
+    assert document.at.isoformat() == "2023-11-14T22:13:20+00:00"
+    assert await config.get() == document
+    assert (await config.set(Limits(5))).version == 2
+    assert await config.get(1) == document
+
+
+@virtual
+async def test_a_stale_version_is_refused_with_who_wrote_the_newer_one(place: Place) -> None:
+    ann = (await place.open()).config("limits", author="ann")
+    bob = (await place.open()).config("limits", author="bob")
+    await ann.set({"workers": 4}, if_version=0)
+    newer = await bob.set({"workers": 5}, if_version=1)
+    with pytest.raises(
+        Conflict, match=r"'limits' is at version 2, which 'bob' wrote at 2023-11-14 .* not at 1"
+    ) as conflict:
+        await ann.set({"workers": 6}, if_version=1)
+    assert conflict.value.current == newer
+    with pytest.raises(Conflict, match="not at 0"):
+        await ann.set({"workers": 6}, if_version=0)
+    with pytest.raises(Conflict, match="'other' has no version 3: nothing was written yet"):
+        await (await place.open()).config("other").set(1, if_version=3)
+    assert await ann.get() == newer
+
+
+@virtual
+async def test_writers_at_once_make_one_version_each(place: Place) -> None:
+    configs = [(await place.open()).config("limits") for _ in range(5)]
+    written = await asyncio.gather(*(config.set(n) for n, config in enumerate(configs)))
+    assert sorted(document.version for document in written) == [1, 2, 3, 4, 5]
+    ours = await asyncio.gather(
+        *(config.set(n, if_version=5) for n, config in enumerate(configs)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, ConfigDocument) for outcome in ours) == 1
+    assert sum(isinstance(outcome, Conflict) for outcome in ours) == 4
+
+
+@virtual
+async def test_the_history_is_bounded_and_has_the_bytes_of_what_was_current(place: Place) -> None:
+    config = (await place.open()).config("limits", history=3)
+    was = {}
+    for n in range(1, 9):
+        await config.set(n)
+        was[n] = current_of(place).value
+    assert history_of(place) == {n: was[n] for n in (5, 6, 7)}
+    assert [(each.version, each.value) for each in await config.history()] == [
+        (8, 8),
+        (7, 7),
+        (6, 6),
+        (5, 5),
+    ]
+    for unknown in (4, 9, 0, -1):
+        with pytest.raises(ConfigError, match=f"no version {unknown}: .* versions 5 to 8"):
+            await config.get(unknown)
+    with pytest.raises(ConfigError, match="nothing has been written yet"):
+        await (await place.open()).config("other").rollback(1)
+
+
+@virtual
+async def test_what_a_writer_left_beyond_the_bound_is_deleted_by_a_later_one(place: Place) -> None:
+    config = (await place.open()).config("limits", history=3)
+    for n in range(1, 7):
+        await config.set(n)
+    place.server.put(config_key("limits", "history", 1), b"late", None)
+    for n in range(7, 10):
+        await config.set(n)
+    assert [*history_of(place)] == [6, 7, 8]
+
+
+@virtual
+async def test_rollback_writes_the_old_value_as_a_new_version(place: Place) -> None:
+    session = await place.open()
+    config = session.config("limits", type=Limits, author="ann")
+    for workers in (1, 2, 3):
+        await config.set(Limits(workers))
+    document = await config.rollback(1, if_version=3)
+    assert (document.version, document.value) == (4, Limits(1))
+    with pytest.raises(Conflict, match="at version 4"):
+        await config.rollback(2, if_version=3)
+    await session.config("limits").set({"workers": "many"})
+    with pytest.raises(BadDocument, match=r"\$\.workers: Expected `int`, got `str`"):
+        await config.rollback(5)
+
+
+class Counting(FaultyStore):
+    """Cuts the link before its nth call is carried out, or before that is answered."""
+
+    def __init__(self, store: Store, last: int, *, answered: bool) -> None:
+        super().__init__(store, Faults())
+        self._left = last
+        self._answered = answered
+
+    async def _call(self, operation: str, about: str, do: Any, lease: Any = None) -> Any:
+        self._left -= 1
+        if self._left <= 0:
+            self.faults.cut(answers_only=self._answered and self._left == 0)
+        return await super()._call(operation, about, do, lease)
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["not_carried_out", "carried_out"])
+@pytest.mark.parametrize("last", range(1, 7))
+def test_a_writer_may_die_between_any_two_calls(last: int, answered: bool) -> None:
+    @virtual
+    async def dies(place: Place) -> None:
+        other = (await place.open()).config("limits", history=2)
+        for n in (1, 2, 3):
+            await other.set(n)
+        before = current_of(place).value
+        seen = Follower(other, since=3)
+        session = await place.open(wrap=lambda store: Counting(store, last, answered=answered))
+        writing = asyncio.ensure_future(session.config("limits", history=2).set("mine"))
+        await asyncio.sleep(0.1)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+        after = json.loads(current_of(place).value)
+        assert (after["version"], after["value"]) in [(3, 3), (4, "mine")]
+        kept = history_of(place)
+        assert kept[2]
+        assert kept.get(3, before) == before
+        assert after["version"] == 3 or 3 in kept
+        written = await other.set("next")
+        assert written.version == after["version"] + 1
+        await until(lambda: seen.versions == [*range(4, written.version + 1)])
+        assert [*history_of(place)][-2:] == [written.version - 2, written.version - 1]
+        seen.task.cancel()
+
+    dies()
+
+
+def test_the_calls_of_a_writer_are_all_tried() -> None:
+    """Read, copy, write, delete, and nothing else."""
+
+    @virtual
+    async def counted(place: Place) -> None:
+        faults = Faults()
+        config = (await place.open(faults)).config("limits", history=2)
+        for n in range(1, 6):
+            faults.trace.clear()
+            await config.set(n)
+        assert [call.split()[0] for call in faults.trace] == ["get", "put", "put", "delete"]
+
+    counted()
+
+
+# Unknown outcomes.
+
+
+@virtual
+async def test_an_unknown_outcome_is_resolved_by_reading(place: Place) -> None:
+    faults = Faults()
+    config = (await place.open(faults)).config("limits")
+    await config.set(0)
+    lost: list[Fault] = [Unanswered(), Unanswered(told=True), LostCall(), LostCall(told=True)]
+    for n, fault in enumerate(lost):
+        faults.next("put", Stray(after_s=0.0), fault)  # the copy goes through, the write does not
+        document = await config.set(f"value {n}")
+        assert (document.version, document.value) == (n + 2, f"value {n}")
+
+
+@virtual
+async def test_a_write_that_was_replaced_before_its_answer_is_found_in_the_history(
+    place: Place,
+) -> None:
+    faults = Faults()
+    mine = (await place.open(faults)).config("limits", author="mine")
+    other = (await place.open()).config("limits")
+    await other.set(1)
+    faults.next("put", Stray(after_s=0.0), Unanswered())
+    writing = asyncio.ensure_future(mine.set(2))
+    await until(lambda: json.loads(current_of(place).value)["version"] == 2)
+    await other.set(3)
+    await other.set(4)
+    document = await writing
+    assert (document.version, document.value, document.author) == (2, 2, "mine")
+
+    faults.next("put", Stray(after_s=0.0), LostCall())
+    writing = asyncio.ensure_future(mine.set(5, if_version=4))
+    await asyncio.sleep(0.01)
+    await other.set(6)
+    await other.set(7)
+    with pytest.raises(Conflict, match="at version 6"):
+        await writing
+
+
+@virtual
+async def test_unavailable_means_that_nothing_was_written(place: Place) -> None:
+    faults = Faults()
+    config = (await place.open(faults)).config("limits")
+    await config.set(1)
+    for operation, fault in (
+        ("get", RefusedCall()),
+        ("get", LostCall(told=True)),
+        ("put", RefusedCall()),
+        ("put", Unanswered(told=True)),
+        ("put", LostCall()),
+    ):
+        faults.next(operation, fault)
+        with pytest.raises(StoreUnavailable):
+            await config.set(2)
+    faults.next("put", Stray(after_s=0.0), LostCall(told=True))
+    faults.next("get", Stray(after_s=0.0), Stray(after_s=0.0), *[LostCall()] * 50)
+    with pytest.raises(OutcomeUnknown, match="did not tell whether version 2"):
+        await config.set(2)
+    assert json.loads(current_of(place).value)["version"] == 1
+
+
+# Observers.
+
+
+@virtual
+async def test_observers_see_every_version_however_slow_they_are(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    follower = Follower((await place.open()).config("limits"))
+    await asyncio.sleep(1)
+    for n in range(1, 8):
+        await config.set(n)
+    await until(lambda: follower.versions == [1, 2, 3, 4, 5, 6, 7])
+    late = Follower((await place.open()).config("limits"), since=5)
+    latest = Follower((await place.open()).config("limits"))
+    await until(lambda: late.versions == [6, 7] and latest.versions == [7])
+    for each in (follower, late, latest):
+        each.task.cancel()
+
+
+@virtual
+async def test_who_is_older_than_the_history_is_told_what_was_missed(place: Place) -> None:
+    config = (await place.open()).config("limits", history=3)
+    for n in range(1, 10):
+        await config.set(n)
+    follower = Follower((await place.open()).config("limits"), since=2)
+    await until(lambda: follower.seen)
+    assert follower.versions == [Missed(3, 5), 6, 7, 8, 9]
+    follower.task.cancel()
+
+
+@virtual
+async def test_one_that_waits_between_changes_misses_none(place: Place) -> None:
+    """Its position is its own: what is written while it works is read afterwards."""
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    async with aclosing((await place.open()).config("limits").observe()) as changes:
+        seen = [await anext(changes)]
+        for n in range(2, 5):
+            await config.set(n)
+        await asyncio.sleep(5)
+        seen += [await anext(changes) for _ in range(3)]
+        assert [each.version for each in seen if isinstance(each, ConfigDocument)] == [1, 2, 3, 4]
+
+
+@virtual
+async def test_observing_survives_an_unavailable_store(place: Place) -> None:
+    faults = Faults()
+    config = (await place.open()).config("limits")
+    follower = Follower((await place.open(faults)).config("limits"))
+    await config.set(1)
+    await until(lambda: follower.versions == [1])
+    faults.cut()
+    await config.set(2)
+    await config.set(3)
+    await asyncio.sleep(30)
+    assert follower.versions == [1]
+    faults.heal()
+    await until(lambda: follower.versions == [1, 2, 3])
+    follower.task.cancel()
+
+
+@virtual
+async def test_closing_ends_observers_and_their_watches(place: Place) -> None:
+    session = await place.open()
+    follower = Follower(session.config("limits"))
+    other = Follower((await place.open()).config("limits"))
+    await asyncio.sleep(1)
+    assert place.server._watchers.keys() == {CURRENT}
+    other.task.cancel()
+    await session.__aexit__(None, None, None)
+    with pytest.raises(SessionClosed):
+        await follower.task
+    await asyncio.sleep(0)
+    assert not place.server._watchers
+
+
+class Scopes(FaultyStore):
+    """Notes what is watched."""
+
+    watched: list[str]
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self.watched.append(scope)
+        return await super().watch(scope, notify)
+
+
+@virtual
+async def test_nobody_watches_a_key_above_the_acknowledgements(place: Place) -> None:
+    """Otherwise every acknowledgement would wake every subscriber."""
+    watched: list[str] = []
+
+    def wrap(store: Store) -> Store:
+        wrapped = Scopes(store, Faults())
+        wrapped.watched = watched
+        return wrapped
+
+    config = (await place.open(wrap=wrap)).config("limits")
+    subscribed = Subscriber((await place.open(wrap=wrap)).config("limits"), "s", slow_s=1.0)
+    await until(lambda: acknowledgements(place))
+    await config.set(1, wait_applied="all")
+    (mine,) = place.server.list(config_key("limits", "applied"))
+    assert set(watched) == {CURRENT, mine.key}
+    await subscribed.leave()
+
+
+# A store that loses confirmed writes.
+
+
+class Backup:
+    """The values of a configuration, to be restored: as a failover to a replica that was behind."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+        self._values = {entry.key: entry.value for entry in server.list("config/limits")}
+
+    def restore(self) -> None:
+        for entry in self._server.list("config/limits"):
+            if "/applied/" not in entry.key and entry.key not in self._values:
+                self._server.delete(entry.key)
+        for key, value in self._values.items():
+            if "/applied/" not in key:
+                there = self._server.get(key)
+                self._server.put(key, value, None if there is None else there.version)
+
+
+@virtual
+async def test_lost_writes_are_told_and_what_remains_is_applied(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    await config.set("a")
+    await config.set("b")
+    backup = Backup(place.server)
+    faults = Faults()
+    follower = Follower((await place.open(faults)).config("limits"))
+    await until(lambda: follower.seen)
+    await config.set("c")
+    await config.set("d")
+    await until(lambda: follower.versions == [2, 3, 4])
+
+    backup.restore()  # a lower version
+    await until(lambda: follower.versions[3:] == [Regressed(4, 2), 2])
+    assert (await config.set("e")).version == 3
+    await until(lambda: follower.versions[5:] == [3])
+
+    faults.cut()
+    backup.restore()
+    second = await config.set("f")  # the same version again, before the follower has looked
+    faults.heal()
+    await until(lambda: follower.versions[6:] == [Regressed(3, 3), 3])
+    assert follower.seen[-1] == second
+
+    faults.cut()
+    backup.restore()
+    for value in "ghi":  # even a higher one shows that it does not follow
+        await config.set(value)
+    faults.heal()
+    await until(lambda: len(follower.seen) == 10)
+    assert follower.versions[8:] == [Regressed(3, 5), 5]
+    # The history is that of the versions that count.
+    assert [each.value for each in await config.history()] == ["i", "h", "g", "b", "a"]
+
+    for entry in place.server.list("config/limits"):
+        place.server.delete(entry.key)
+    await until(lambda: follower.versions[10:] == [Regressed(5, 0)])
+    await config.set("j")
+    await until(lambda: follower.versions[11:] == [1])
+    follower.task.cancel()
+
+
+@virtual
+async def test_what_the_history_kept_of_lost_versions_is_replaced(place: Place) -> None:
+    """Where keys are lost independently, the history may have versions that current never had."""
+    config = (await place.open()).config("limits")
+    for value in "abc":
+        await config.set(value)
+    lost = current_of(place).value
+    place.server.put(config_key("limits", "history", 3), lost, None)
+    place.server.put(config_key("limits", "history", 4), lost, None)
+    second = place.server.get(config_key("limits", "history", 2))
+    assert second is not None
+    place.server.put(CURRENT, second.value, current_of(place).version)
+    assert [each.version for each in await config.history()] == [2, 1]
+    for value in "xyz":
+        await config.set(value)
+    assert [each.value for each in await config.history()] == ["z", "y", "x", "b", "a"]
+
+
+@virtual
+async def test_an_acknowledgement_of_a_lost_version_does_not_count(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    await config.set("a")
+    backup = Backup(place.server)
+    await config.set("b")
+    faults = Faults()
+    slow = Subscriber((await place.open(faults)).config("limits"), "slow")
+    await until(lambda: acknowledgements(place) == [("slow", 2)])
+    faults.cut()
+    backup.restore()
+    await config.set("c")
+    with pytest.raises(NotApplied, match="'slow' has not applied it within 1 s"):
+        await config.set("d", wait_applied="all", wait_s=1.0)
+    backup.restore()
+    with pytest.raises(NotApplied, match="'slow' has not applied it"):
+        await config.set("e", wait_applied="all", wait_s=0.5)
+    faults.heal()
+    await slow.leave()
+
+
+class Outdated(FaultyStore):
+    """Sometimes an outdated replica answers a read."""
+
+    outdated: Entry | None = None
+
+    async def get(self, key: str) -> Entry | None:
+        if key == CURRENT and self.outdated is not None:
+            return self.outdated
+        return await super().get(key)
+
+
+@virtual
+async def test_an_outdated_replica_is_not_a_lost_write(place: Place) -> None:
+    stores: list[Outdated] = []
+
+    def wrap(store: Store) -> Store:
+        stores.append(Outdated(store, Faults()))
+        stores[-1].capabilities = replace(store.capabilities, linearizable_reads=False)
+        return stores[-1]
+
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    follower = Follower((await place.open(wrap=wrap)).config("limits"))
+    await until(lambda: follower.seen)
+    before = current_of(place)
+    await config.set(2)
+    await until(lambda: follower.versions == [1, 2])
+    stores[0].outdated = before
+    await config.set(3)
+    await asyncio.sleep(0.5)
+    stores[0].outdated = None
+    await until(lambda: follower.versions == [1, 2, 3])
+    stores[0].outdated = before  # and this time for good
+    await config.set(4)
+    await until(lambda: follower.versions == [1, 2, 3, Regressed(3, 1), 1])
+    follower.task.cancel()
+
+
+# Types.
+
+
+@dataclass
+class Plain:
+    workers: int
+
+
+class Model(pydantic.BaseModel):
+    """A model of pydantic."""
+
+    workers: int
+    zones: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "reason"),
+    [
+        (Limits, Limits(4), Limits("x"), r"\$\.workers: Expected `int`, got `str`"),  # type: ignore[arg-type]
+        (Limits, Limits(4), {"workers": 1.5}, r"\$\.workers: Expected `int`, got `float`"),
+        (Plain, Plain(4), Plain("x"), r"\$\.workers: Expected `int`, got `str`"),  # type: ignore[arg-type]
+        (dict[str, int], {"a": 1}, {"a": "b"}, r"\$\[\.\.\.\]: Expected `int`, got `str`"),
+        (list, [1], {}, r"\$: Expected `array`, got `object`"),
+        (Limits, Limits(4), object(), "it is not what JSON can represent"),
+        (Model, Model(workers=4), {"workers": "x"}, r"\$\.workers: Input should be a valid int"),
+        (Model, Model(workers=4), {"workers": 1, "zones": [2]}, r"\$\.zones\[0\]: Input should be"),
+        (pydantic.TypeAdapter(list[int]), [1], ["x"], r"\$\[0\]: Input should be a valid integer"),
+        (None, {"any": [1, None]}, object(), "it is not what JSON can represent: .* pass type="),
+        (None, 1, float("nan"), "it is not what JSON can represent"),
+    ],
+)
+def test_types_are_checked_when_written_and_when_read(
+    kind: Any, good: Any, bad: Any, reason: str
+) -> None:
+    @virtual
+    async def checked(place: Place) -> None:
+        config: Config[Any] = (await place.open()).config("limits", type=kind)
+        assert (await config.set(good)).value == good
+        read = await config.get()
+        assert read is not None
+        assert read.value == good
+        assert type(read.value) is type(good)
+        with pytest.raises(BadDocument, match=f"'limits' was not written: {reason}"):
+            await config.set(bad)
+        if isinstance(bad, dict | list):
+            await (await place.open()).config("limits", author="bob").set(bad)
+            with pytest.raises(
+                BadDocument, match=f"version 2 of 'limits', by 'bob', fails its type: {reason}"
+            ) as error:
+                await config.get()
+            assert (error.value.version, error.value.author) == (2, "bob")
+
+    checked()
+
+
+@virtual
+async def test_a_base_install_checks_the_types_of_json(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await place.open()
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    config = session.config("limits", type=dict)
+    await config.set({"workers": 4})
+    with pytest.raises(BadDocument, match=r"\$: Expected `dict`, got `list`"):
+        await config.set([1])  # type: ignore[arg-type]
+    with pytest.raises(BadDocument, match=r"\$: Expected `int`, got `bool`"):
+        await session.config("n", type=int).set(True)
+    with pytest.raises(ConfigError, match="needs msgspec or pydantic: pip install"):
+        session.config("limits", type=Plain)
+
+
+@virtual
+async def test_a_bad_document_is_told_and_the_last_good_one_stays_in_force(place: Place) -> None:
+    good = (await place.open()).config("limits", type=Limits)
+    plain = (await place.open()).config("limits", author="bob")
+    follower = Follower(good)
+    early = Subscriber(good, "early")
+    await good.set(Limits(1))
+    await until(lambda: acknowledgements(place) == [("early", 1)])
+    with pytest.raises(NotApplied, match=r"'early' refused it .*Expected `int`") as refused:
+        await plain.set({"workers": "many"}, wait_applied="all")
+    assert [*refused.value.refused] == ["early"]
+    assert refused.value.waiting == []
+    late = Subscriber((await place.open()).config("limits", type=Limits), "late")
+    await until(lambda: late.applied == [1])  # from the history
+    await good.set(Limits(3), wait_applied="all")
+    assert (early.applied, late.applied) == ([1, 3], [1, 3])
+    first, bad, last = follower.seen
+    assert (first.version, last.version) == (1, 3)
+    assert isinstance(bad, BadDocument)
+    assert (bad.version, bad.author) == (2, "bob")
+    for task in (follower.task, early.task, late.task):
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"[]", b"{}", b'{"schema":1,"version":1,"id":"x","token":0}', b'{"schema":9}'],
+)
+def test_what_is_no_configuration_is_told_once_and_not_applied(value: bytes) -> None:
+    @virtual
+    async def garbage(place: Place) -> None:
+        config = (await place.open()).config("limits")
+        await config.set(1)
+        follower = Follower(config)
+        await until(lambda: follower.versions == [1])
+        place.server.put(CURRENT, value, current_of(place).version)
+        await asyncio.sleep(1)
+        place.server.put(CURRENT, value, current_of(place).version)
+        await asyncio.sleep(1)
+        with pytest.raises(BadDocument):
+            await config.get()
+        bad = [change for change in follower.seen if isinstance(change, BadDocument)]
+        assert len(bad) == 1
+        follower.task.cancel()
+
+    garbage()
+
+
+# Limits and options.
+
+
+@virtual
+async def test_a_document_beyond_the_limit_of_the_store_is_refused(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    first = await config.set("small")
+    with pytest.raises(ConfigError, match=r"more than 1000000 .*nothing was written"):
+        await config.set("x" * 1_000_000)
+    assert await config.get() == first
+    assert history_of(place) in ({}, {1: current_of(place).value})
+
+
+@virtual
+async def test_wrong_options_are_refused(place: Place) -> None:
+    session = await place.open()
+    config = session.config("limits")
+    with pytest.raises(ConfigError, match="the name of a configuration is a string"):
+        session.config("")
+    with pytest.raises(ConfigError, match="history is the number of versions to keep"):
+        session.config("limits", history=0)
+    with pytest.raises(ConfigError, match="wait_applied is 'all', 'majority' or None"):
+        await config.set(1, wait_applied="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wait_s is 0 s or more"):
+        await config.set(1, wait_applied="all", wait_s=-1)
+    with pytest.raises(ConfigError, match="since is a version, 0 or more"):
+        await anext(config.observe(since=-1))
+    with pytest.raises(ConfigError, match="not a type that msgspec can check"):
+        session.config("limits", type=17)  # type: ignore[call-overload]
+    assert place.server.list("config") == []
+
+
+# Who has applied what.
+
+
+@virtual
+async def test_a_writer_waits_until_all_have_applied_it(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    assert (await config.set(0, wait_applied="all")).version == 1  # there is nobody
+    for n, slow_s in enumerate((0.5, 2.0, 1.0)):
+        await subscriber(place, f"s{n}", slow_s=slow_s)
+    await until(lambda: acknowledgements(place) == [("s0", 1), ("s1", 1), ("s2", 1)])
+    began = now()
+    await config.set(1, wait_applied="all")
+    assert now() - began == pytest.approx(2.0)
+    began = now()
+    await config.set(2, wait_applied="majority")
+    assert now() - began == pytest.approx(1.0)
+    await until(lambda: acknowledgements(place) == [("s0", 3), ("s1", 3), ("s2", 3)])
+    began = now()
+    await config.rollback(1, wait_applied="all")
+    assert now() - began == pytest.approx(2.0)
+
+
+@virtual
+async def test_who_has_not_applied_it_is_named(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    await subscriber(place, "quick")
+    stuck = await subscriber(place, "stuck", slow_s=100.0)
+    picky = await subscriber(place, "picky", refuses="too many workers")
+    with pytest.raises(
+        NotApplied,
+        match=r"version 1 of 'limits' was written and stays, but 'picky' refused it \(too many"
+        r" workers\), 'stuck' has not applied it within 3 s",
+    ) as error:
+        await config.set(1, wait_applied="all", wait_s=3.0)
+    assert now() == pytest.approx(3.0, abs=0.1)
+    assert error.value.refused == {"picky": "too many workers"}
+    assert error.value.waiting == ["stuck"]
+    read = await config.get()
+    assert read is not None
+    assert read.version == 1
+    with pytest.raises(NotApplied):
+        await config.set(2, wait_applied="majority", wait_s=3.0)
+    await stuck.leave()
+    with pytest.raises(NotApplied) as error:  # one of two is no majority
+        await config.set(3, wait_applied="majority", wait_s=3.0)
+    assert error.value.waiting == []
+    await picky.leave()
+    await config.set(4, wait_applied="all")
+
+
+@virtual
+async def test_those_that_go_or_come_later_are_not_waited_for(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    leaves = await subscriber(place, "leaves", slow_s=100.0)
+    dies = Faults()
+    Subscriber((await place.open(dies)).config("limits"), "dies", slow_s=100.0)
+    await until(lambda: len(acknowledgements(place)) == 2)
+    began = now()
+    writing = asyncio.ensure_future(config.set(1, wait_applied="all", wait_s=60.0))
+    await asyncio.sleep(0.5)
+    await subscriber(place, "later", slow_s=100.0)
+    await leaves.leave()
+    assert [name for name, _ in acknowledgements(place)] == ["dies", "later"]
+    dies.cut()
+    assert (await writing).version == 1
+    assert now() - began < 2 * TTL_S
+    assert [name for name, _ in acknowledgements(place)] == ["later"]
+
+
+@virtual
+async def test_a_subscriber_that_comes_back_under_its_name_is_another_one(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    first = await subscriber(place, "server1", slow_s=100.0)
+    writing = asyncio.ensure_future(config.set(1, wait_applied="all", wait_s=60.0))
+    await asyncio.sleep(1)
+    await first.leave()
+    await subscriber(place, "server1", slow_s=100.0)
+    assert (await asyncio.wait_for(writing, 1.0)).version == 1
+
+
+@virtual
+async def test_a_lost_lease_is_replaced_and_nothing_is_left_behind(place: Place) -> None:
+    session = await place.open()
+    subscribed = Subscriber(session.config("limits"), "s")
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    await until(lambda: acknowledgements(place) == [("s", 1)])
+    (keepalive,) = core_of(session).leases._own
+    place.server.revoke(keepalive.lease.id)
+    await config.set(2)
+    await until(lambda: acknowledgements(place) == [("s", 2)])
+    (again,) = core_of(session).leases._own
+    assert again.lease.id != keepalive.lease.id
+    await subscribed.leave()
+    assert acknowledgements(place) == []
+    assert not core_of(session).leases._own
+
+
+@virtual
+async def test_a_subscriber_that_leaves_while_cut_off_is_gone_with_its_lease(place: Place) -> None:
+    faults = Faults()
+    subscribed = Subscriber((await place.open(faults)).config("limits"), "s")
+    await until(lambda: acknowledgements(place))
+    faults.cut()
+    await subscribed.leave()
+    faults.heal()
+    await asyncio.sleep(2 * TTL_S)
+    assert acknowledgements(place) == []
+
+
+@virtual
+async def test_entering_waits_for_the_store_and_can_be_cancelled(place: Place) -> None:
+    faults = Faults()
+    faults.cut()
+    session = await place.open(faults)
+    entering = asyncio.ensure_future(session.config("limits").subscribe("s").__aenter__())
+    await asyncio.sleep(10)
+    assert not entering.done()
+    entering.cancel()
+    faults.heal()
+    await asyncio.sleep(2 * TTL_S)
+    assert acknowledgements(place) == []
+    assert not core_of(session).leases._own
+
+
+@virtual
+async def test_closing_the_session_ends_subscriptions(place: Place) -> None:
+    session: Session = place.session()
+    async with session:
+        subscribed = Subscriber(session.config("limits"), "s")
+        await until(lambda: acknowledgements(place))
+    with pytest.raises(SessionClosed):
+        await subscribed.task
+    assert acknowledgements(place) == []
+
+
+@virtual
+async def test_a_document_can_be_acknowledged_at_once(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    async with (await place.open()).config("limits").subscribe("s") as documents:
+        await anext(documents)
+        assert acknowledgements(place) == [("s", 0)]
+        documents.applied()
+        await until(lambda: acknowledgements(place) == [("s", 1)])
+        with pytest.raises(ConfigError, match="no document to refuse"):
+            documents.refuse("too late")
+
+
+def test_the_blocking_api_does_the_same() -> None:
+    with (
+        doyen.connect_blocking("memory://config") as session,
+        doyen.connect_blocking("memory://config") as other,
+    ):
+        config = session.config("limits", type=Limits, author="ann", history=5)
+        first = config.set(Limits(1))
+        assert config.get() == first
+        with other.config("limits", type=Limits).subscribe("s") as documents:
+            assert next(documents) == first
+            documents.refuse("no")
+            with pytest.raises(NotApplied, match="'s' has not applied it within 0 s"):
+                config.set(Limits(2), if_version=1, wait_applied="all", wait_s=0)
+            assert next(documents).version == 2
+            documents.applied()
+            config.rollback(1)
+            assert next(documents).value == Limits(1)
+        assert [each.version for each in config.history()] == [3, 2, 1]
+        changes = config.observe(since=1)
+        assert [next(changes), next(changes)] == [config.get(2), config.get(3)]
+        changes.close()
+        with pytest.raises(Conflict):
+            config.set(Limits(9), if_version=1)
