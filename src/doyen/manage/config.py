@@ -49,7 +49,7 @@ __all__ = [
     "ConfigReader",
     "ConfigStore",
     "Missed",
-    "Position",
+    "ReaderPosition",
     "Regressed",
 ]
 
@@ -90,7 +90,7 @@ class Regressed(NamedTuple):
 Change = ConfigDocument[T] | Missed | Regressed | BadDocument
 
 
-class Position(NamedTuple):
+class ReaderPosition(NamedTuple):
     """What a reader has read last. An empty id means that only the version is known."""
 
     version: int
@@ -320,13 +320,15 @@ class ConfigReader(Generic[T]):
         self._watch: Watch | None = None
         self._changed = asyncio.Event()
         self._closed = False
-        self._at: Position | None = None
+        self._at: ReaderPosition | None = None
         """Where the reader was when `_changed` was cleared last."""
         self._unreadable = ""
         """What was reported last about a document that cannot be read."""
         self._doubtful_until: float | None = None
 
-    async def next(self, at: Position | None) -> tuple[Sequence[Change[T]], Position | None]:
+    async def next(
+        self, at: ReaderPosition | None
+    ) -> tuple[Sequence[Change[T]], ReaderPosition | None]:
         """What has changed since the reader was `at`, and where it is then. Waits for a change.
 
         None is the position of a reader that begins with what is current. While the store is
@@ -375,7 +377,9 @@ class ConfigReader(Generic[T]):
             self._doubtful_until = now + self._calls.timing.ttl_s
         return now < self._doubtful_until
 
-    async def _since(self, at: Position | None) -> tuple[Sequence[Change[T]], Position | None]:
+    async def _since(
+        self, at: ReaderPosition | None
+    ) -> tuple[Sequence[Change[T]], ReaderPosition | None]:
         try:
             current = await self._store.document.read()
         except BadDocument as error:
@@ -384,12 +388,12 @@ class ConfigReader(Generic[T]):
         if current is None:
             # Nothing was written yet, or everything is lost.
             lost = at is not None and at.version > 0
-            return ([Regressed(at.version, 0)] if at and lost else []), at and Position(0)
+            return ([Regressed(at.version, 0)] if at and lost else []), at and ReaderPosition(0)
         if at is not None and at.is_at(current):
             return [], at
         versions, changes = await self._follow(at, current)
         told = [*changes, *(self._told(version) for version in versions)]
-        return told, Position(current.version, current.id)
+        return told, ReaderPosition(current.version, current.id)
 
     def _report_unreadable(self, error: BadDocument) -> Sequence[Change[T]]:
         """Report what is not a document of doyen, once: it has no identity."""
@@ -399,7 +403,7 @@ class ConfigReader(Generic[T]):
         return [error]
 
     async def _follow(
-        self, at: Position | None, current: Versioned
+        self, at: ReaderPosition | None, current: Versioned
     ) -> tuple[list[Versioned], list[Change[T]]]:
         """The versions from `at` to the current one in order, and what precedes them."""
         versions = [current]

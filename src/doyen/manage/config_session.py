@@ -24,7 +24,7 @@ from doyen.manage.config import (
     ConfigReader,
     ConfigStore,
     Missed,
-    Position,
+    ReaderPosition,
     Regressed,
 )
 from doyen.manage.typed import typed
@@ -69,15 +69,15 @@ class _ConfigWork(Generic[T]):
         return self.store.typed(written)
 
 
-def _position(since: int | ConfigDocument[Any] | None) -> Position | None:
+def _position(since: int | ConfigDocument[Any] | None) -> ReaderPosition | None:
     if since is None:
         return None
     if isinstance(since, ConfigDocument):
-        return Position(since.version, since.id)
+        return ReaderPosition(since.version, since.id)
     version: object = since
     if not isinstance(version, int) or version < 0:
         raise ConfigError(f"since is a version, 0 or more, or a document, not {since!r}")
-    return Position(version)
+    return ReaderPosition(version)
 
 
 class Config(Generic[T]):
@@ -184,7 +184,7 @@ class _Delivery(Generic[T]):
         self._config = work.store.name
         self._reader = ConfigReader(work.store)
         self._acknowledgement = Acknowledgement(work.core, work.store.name, name)
-        self._at: Position | None = None
+        self._at: ReaderPosition | None = None
         self._changes: deque[Change[T]] = deque()
         self._delivered: ConfigDocument[T] | None = None
 
@@ -235,10 +235,10 @@ class _Delivery(Generic[T]):
                 self._post(refused, change.version, change.id, str(change))
         log.warning("%s", line)
 
-    async def read(self) -> tuple[Any, Position | None]:
+    async def read(self) -> tuple[Any, ReaderPosition | None]:
         return await self._reader.next(self._at)
 
-    def take(self, read: tuple[Any, Position | None]) -> None:
+    def take(self, read: tuple[Any, ReaderPosition | None]) -> None:
         changes, self._at = read
         self._changes.extend(changes)
 
