@@ -85,7 +85,11 @@ def stub(where: str, name: str) -> str:
 
 def _public(node: ast.ClassDef) -> Iterator[Function | ast.AnnAssign]:
     """What users of a class meet, which is not how a session or a term is made and ended."""
-    hidden = {"Session": {"__init__"}, "Term": {"__init__", "lose", "conclude", "loss"}}
+    made = {"Session", "Config", "Subscription"}
+    hidden = {
+        **dict.fromkeys(made, {"__init__"}),
+        "Term": {"__init__", "lose", "conclude", "loss"},
+    }
     for each in node.body:
         if isinstance(each, Function):
             public = each.name == "__init__" or not each.name.startswith("_")
@@ -239,6 +243,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
         ("doyen.model", "Leader"), ("doyen.model", "Candidate"), ("doyen.model", "Line")
+    ),
+    "config": lambda: stubs(
+        ("doyen.manage.config_session", "Config"),
+        ("doyen.manage.config_session", "Subscription"),
+        ("doyen.manage.config", "ConfigDocument"),
+        ("doyen.manage.config", "Missed"),
+        ("doyen.manage.config", "Regressed"),
     ),
     "errors": errors_tree,
     "events": events_table,

@@ -125,6 +125,7 @@ class Acknowledgement:
         """Remove the entry. If the store does not answer, it goes with the lease."""
         if self._task is not None:
             self._task.cancel()
+            self._let_go()
             await asyncio.wait({self._task})
         if self._ending is not None:
             await asyncio.wait({self._ending})
