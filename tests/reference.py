@@ -85,9 +85,10 @@ def stub(where: str, name: str) -> str:
 
 def _public(node: ast.ClassDef) -> Iterator[Function | ast.AnnAssign]:
     """What users of a class meet, which is not how a session or a term is made and ended."""
-    made = {"Session", "Config", "Subscription"}
     hidden = {
-        **dict.fromkeys(made, {"__init__"}),
+        "Session": {"__init__"},
+        "Config": {"__init__"},
+        "Subscription": {"__init__"},
         "Term": {"__init__", "lose", "conclude", "loss"},
     }
     for each in node.body:

@@ -135,7 +135,8 @@ class Acknowledgement:
         keepalive, self._keepalive, self._entry = self._keepalive, None, None
         if keepalive is not None:
             keepalive.forget(self)
-            self._ending = self._core.leases.release(keepalive)
+            if not self._core.closed:  # a session that is closed ends its leases itself
+                self._ending = self._core.leases.release(keepalive)
 
     async def _keep(self) -> None:
         try:
