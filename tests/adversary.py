@@ -217,6 +217,10 @@ class Connection:
         if self._lost_data:
             self.close()
 
+    def lose(self) -> None:
+        """Carry nothing more in either direction, without being closed: half-open."""
+        self._silent_in = self._silent_out = True
+
     def close(self) -> None:
         self.closed = True
         self._outgoing.clear()
@@ -276,6 +280,11 @@ class Network:
         for connection in list(self._connections):
             if connection._faults is faults:
                 connection.healed()
+
+    def lose_connections(self) -> None:
+        """Leave every connection half-open, as a firewall does that has lost its state."""
+        for connection in self._connections:
+            connection.lose()
 
     def stop(self) -> None:
         """Close every connection and refuse new ones until `start`."""

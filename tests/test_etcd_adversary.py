@@ -102,14 +102,18 @@ def test_a_mutant_without_confirmed_renewals_is_detected(monkeypatch: pytest.Mon
             contest(seed)
 
 
-def run(main: Callable[[EtcdModel, Store], Awaitable[None]]) -> None:
+def run(
+    main: Callable[[EtcdModel, Store], Awaitable[None]],
+    network: Network | None = None,
+    faults: Faults | None = None,
+) -> None:
     """Run a test on a store of a cluster with one member."""
     loop = WireLoop(VirtualClock())
-    loop.network = network = Network()
+    loop.network = network = network or Network()
 
     async def all_of_it() -> None:
         model = EtcdModel()
-        await network.listen("one", 1000, model, Faults())
+        await network.listen("one", 1000, model, faults or Faults())
         store = await open_store("etcd://one:1000", Context(loop.clock, lambda event: None))
         async with asyncio.timeout(100):
             await main(model, store)
@@ -139,6 +143,50 @@ def test_a_renewal_by_a_deposed_leader_does_not_count() -> None:
             await store.renew(lease)
 
     run(main)
+
+
+def test_a_half_open_watch_stream_is_noticed_within_a_share_of_the_ttl() -> None:
+    """Nothing is read on such a stream, and no error is reported. A candidate that waits on it
+    would learn of its turn only when the stream is given up."""
+    network = Network()
+
+    async def main(model: EtcdModel, store: Store) -> None:
+        notified = asyncio.Event()
+        lease = await store.grant(3)
+        await store.watch("e", notified.set)
+        await store.create("e/x", b"", lease)
+        await notified.wait()
+        notified.clear()
+        network.lose_connections()
+        model.end(int(lease.id, 16))
+        async with asyncio.timeout(2.5):
+            await notified.wait()
+
+    run(main, network)
+
+
+def test_a_member_that_accepts_no_stream_is_left_within_a_share_of_the_ttl() -> None:
+    """A connection attempt that began during an interruption may hang after its end. Callers of
+    `watch` have given up by then, and those that come later must not wait for that attempt."""
+    faults = Faults()
+
+    async def main(model: EtcdModel, store: Store) -> None:
+        await store.grant(3)
+        faults.cut()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await store.watch("e", lambda: None)
+        faults.heal()
+        async with asyncio.timeout(1.0):
+            while True:
+                try:
+                    await store.watch("e", lambda: None)
+                except StoreUnavailable:
+                    await asyncio.sleep(0.1)
+                else:
+                    break
+
+    run(main, faults=faults)
 
 
 @pytest.mark.parametrize("name", ["", "0", "0-x", "zz/y"])

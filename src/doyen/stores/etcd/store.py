@@ -75,6 +75,7 @@ class EtcdStore(GuardedStore):
 
     async def grant(self, ttl_s: float) -> Lease:
         granted = await self._call(rpc.GRANT, rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
+        self._watches.granted(granted.TTL)
         return Lease(f"{granted.ID:016x}", float(granted.TTL))
 
     async def renew(self, lease: Lease) -> None:

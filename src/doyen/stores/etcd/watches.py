@@ -6,7 +6,9 @@ changed. So no position has to be kept, and a compaction cannot hide the final s
 
 - etcd answers creation requests in their order; the response has the id that events carry.
 - On a stream without traffic, progress is requested. If that is not answered either, the stream is
-  given up: a frozen or partitioned member must not leave candidates waiting.
+  given up: a frozen or partitioned member must not leave candidates waiting. The time for each, and
+  for opening a stream, is a third of the shortest ttl that was granted, since a successor should
+  not wait much longer than the ttl.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from doyen.stores.etcd.connection import (
     LoginExpired,
     refusal,
 )
+from doyen.stores.kit.failover import answer_within
 from doyen.stores.kit.lifecycle import WatchHandle
 
 PROBE_S = 2.0
-"""How long a stream may be silent before progress is requested, and how long that may take."""
+"""How long a stream may be silent before progress is requested, and how long that may take, unless
+a third of the ttl is shorter."""
 PAUSE_S = 0.2
 """Between two attempts to open a stream, plus or minus a half."""
 
@@ -52,8 +56,17 @@ class EtcdWatches:
         self._all: dict[WatchHandle, None] = {}
         self._stream: _WatchStream | None = None
         self._running: asyncio.Task[None] | None = None
+        self._probe_s = PROBE_S
+        self._connect_s = cluster.connect_timeout_s
         self._fresh_until = -math.inf
         """Until then, the token was issued too recently to be stale."""
+
+    def granted(self, ttl_s: float) -> None:
+        """Take notice of a lease: a dead stream must be noticed within a share of its ttl."""
+        self._probe_s = min(self._probe_s, ttl_s / 3)
+        self._connect_s = min(self._connect_s, ttl_s / 3)
+        if self._stream is not None:
+            self._stream.probe_s = self._probe_s
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> WatchHandle:
         """Call `notify` after changes; returns when the watch has begun."""
@@ -83,7 +96,9 @@ class EtcdWatches:
         """Keep a stream open for as long as there are watches."""
         while self._all:
             try:
-                await self._serve(await self._client.channel())
+                async with answer_within(self._connect_s, "the member of etcd for watches"):
+                    channel = await self._client.channel()
+                await self._serve(channel)
             except StoreError as error:
                 log.debug("%s", log_line(event="watches_interrupted", reason=error))
                 for watch in list(self._all):
@@ -92,7 +107,7 @@ class EtcdWatches:
 
     async def _serve(self, channel: EtcdChannel) -> None:
         """Watch on one stream until it fails. Returns if only a new token was needed."""
-        stream = self._stream = _WatchStream(channel)
+        stream = self._stream = _WatchStream(channel, self._probe_s)
         for watch in self._all:
             stream.create(watch)
         token = self._login.token
@@ -115,7 +130,10 @@ class EtcdWatches:
 class _WatchStream:
     """One Watch stream, from its opening to its end."""
 
-    def __init__(self, channel: EtcdChannel) -> None:
+    def __init__(self, channel: EtcdChannel, probe_s: float) -> None:
+        self.probe_s = probe_s
+        """How long the stream may be silent before progress is requested, and how long that may
+        take."""
         self._member = channel.member
         self._stream = channel.stream(rpc.WATCH)
         self._creating: deque[WatchHandle] = deque()
@@ -142,7 +160,7 @@ class _WatchStream:
         try:
             while True:
                 reading = reading or asyncio.create_task(self._stream.read())
-                done, _ = await asyncio.wait({reading}, timeout=PROBE_S)
+                done, _ = await asyncio.wait({reading}, timeout=self.probe_s)
                 if done:
                     answer, reading, probed = reading.result(), None, False
                     self._take(answer)
