@@ -165,6 +165,26 @@ def removed_by_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Keyspace, "_remove_bound", remove)
 
 
+def updated_without_its_lease(patch: pytest.MonkeyPatch) -> None:
+    """An update writes an entry that is not bound to a lease."""
+
+    def update(self: Keyspace, command: commands.Update) -> bytes:
+        return self._put(commands.Put(command.key, command.value, command.if_version))
+
+    patch.setattr(Keyspace, "_update", update)
+
+
+def updated_in_any_version(patch: pytest.MonkeyPatch) -> None:
+    """An update replaces whatever version it finds."""
+    update = Keyspace._update
+
+    def blindly(self: Keyspace, command: commands.Update) -> bytes:
+        found = self.get(command.key)
+        return update(self, replace(command, if_version=found.version if found else 0))
+
+    patch.setattr(Keyspace, "_update", blindly)
+
+
 def ends_left_out(patch: pytest.MonkeyPatch) -> None:
     """A snapshot leaves out ended leases whose keys are not all removed."""
     pieces = snapshot.encode_pieces

@@ -116,6 +116,12 @@ class ReturnsExpiryTime(MemoryServer):
         return entry._replace(remaining_s=left)
 
 
+@caught_by("remaining_time_is_within_bounds")
+class ListsWithoutRemainingTime(MemoryServer):
+    def list(self, prefix: str) -> list[Entry]:
+        return [entry._replace(remaining_s=None) for entry in super().list(prefix)]
+
+
 @caught_by("of_many_racers_exactly_one_wins", "a_lost_answer_is_resolved_by_reading_the_attempt_id")
 class LastOneWins(MemoryServer):
     def create(self, key: str, value: bytes, lease: str) -> Creation:
@@ -191,11 +197,120 @@ class PutsBlindly(MemoryServer):
         return super().put(key, value, stored and stored.version)
 
 
-@caught_by("a_version_is_not_valid_for_a_later_entry")
+@caught_by("a_version_is_not_valid_for_a_later_entry", "update_of_an_entry_that_is_gone")
 class RestartsVersions(MemoryServer):
+    """Counts the writes of each entry, from 1 on, as the version of a znode does."""
+
     def _insert(self, key: str, value: bytes, lease: str | None, line: str | None = None) -> None:
         super()._insert(key, value, lease, line)
         self._entries[key].version = 1
+
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        updated = super().update(entry, value)
+        if updated is None:
+            return None
+        assert isinstance(entry.version, int)
+        self._entries[entry.key].version = entry.version + 1
+        return self._entry(entry.key)
+
+
+@caught_by(
+    "update_replaces_only_the_version_it_names",
+    "update_of_an_entry_that_is_gone",
+    "concurrent_updates_lose_nothing",
+    "an_update_without_an_answer_is_whole",
+)
+class UpdatesBlindly(MemoryServer):
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        stored = self._entries.get(entry.key)
+        return super().update(entry._replace(version=stored and stored.version), value)
+
+
+@caught_by(
+    "update_replaces_only_the_version_it_names",
+    "update_of_an_entry_read_from_the_store",
+    "an_updated_entry_ends_with_its_lease",
+    "an_updated_entry_is_gone_when_its_lease_is_revoked",
+    "update_of_an_entry_without_a_lease",
+)
+class UpdatesByPut(MemoryServer):
+    """The updated entry is no longer bound to its lease."""
+
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        updated = self.put(entry.key, value, entry.version)
+        return None if updated is None else updated._replace(lease=entry.lease)
+
+
+@caught_by("update_replaces_only_the_version_it_names", "an_updated_ticket_keeps_its_place")
+class UpdatesByCreatingAgain(MemoryServer):
+    """The updated entry has another revision, and an updated ticket another place."""
+
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        stored = self._entries.get(entry.key)
+        if stored is None or stored.lease is None or stored.version != entry.version:
+            return None
+        self.delete(entry.key)
+        if stored.line is not None:
+            return self.enqueue(stored.line, value, stored.lease)
+        return self.create(entry.key, value, stored.lease).entry
+
+
+@caught_by("update_of_an_entry_whose_lease_was_revoked", "update_of_an_entry_that_is_gone")
+class UpdatesWhatIsGone(MemoryServer):
+    """Writes the entry again if it has disappeared since it was read."""
+
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        return super().update(entry, value) or self.put(entry.key, value, None)
+
+
+@caught_by("an_updated_entry_ends_with_its_lease")
+class UpdatesRenew(MemoryServer):
+    """An update prolongs the lease."""
+
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        updated = super().update(entry, value)
+        if updated is not None and updated.lease is not None:
+            self.renew(updated.lease)
+        return updated
+
+
+@caught_by("every_kind_of_change_notifies")
+class UpdatesWithoutNotifying(MemoryServer):
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        watchers, self._watchers = self._watchers, {}
+        try:
+            return super().update(entry, value)
+        finally:
+            self._watchers = watchers
+
+
+@caught_by(
+    "updates_and_the_end_of_the_lease_at_the_same_time",
+    "concurrent_updates_lose_nothing",
+)
+class UpdatesByReadThenWrite(MemoryStore):
+    """Checks the version in one request, and writes in another."""
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        found = self._server.get(entry.key)
+        if found is None or found.lease is None or found.version != entry.version:
+            return None
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        now = self._server.get(entry.key)
+        return self._server.update(now, value) if now else self._server.put(entry.key, value, None)
+
+
+@caught_by("cancelled_calls_are_atomic")
+class UpdatesInTwoSteps(MemoryStore):
+    """Writes the value, then the version."""
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        stored = self._server._entries.get(entry.key)
+        if stored is not None and stored.lease is not None and stored.version == entry.version:
+            stored.value = value
+        await asyncio.sleep(0)
+        return await super().update(entry, value)
 
 
 @caught_by("delete_checks_the_version")

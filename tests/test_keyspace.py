@@ -42,6 +42,7 @@ from doyen.quorum.keyspace.commands import (
     SetQuota,
     StoredEntry,
     TicketIssued,
+    Update,
     Written,
     decode_result,
     encode,
@@ -49,7 +50,7 @@ from doyen.quorum.keyspace.commands import (
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.sorted_map import FULL, SortedMap
 from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
-from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
 from doyen.stores.memory import MemoryServer
 
 KEYS = ["a", "a/b", "a0", "line/5", "line/5/deep"]
@@ -150,6 +151,22 @@ class Same(RuleBasedStateMachine):
         entry = self.model.put(key, value, version)
         result = self.do(Put(our_key, value, self.pairs[version or 0]))
         assert isinstance(result, ConditionFailed if entry is None else Written)
+        self.same(self.model.get(key), self.real.get(our_key))
+
+    @rule(at=places, value=st.binary(max_size=2), off=st.sampled_from([0, 0, 1]))
+    def update(self, at: int, value: bytes, off: int) -> None:
+        key, our_key = self.key(at)
+        standing = self.model.get(key)
+        version = standing.version if standing else 0
+        assert isinstance(version, int)
+        result = self.do(Update(our_key, value, self.pairs[version] + off))
+        if self.version < UPDATES:
+            assert isinstance(result, MalformedCommand)
+        elif standing is None or off or (entry := self.model.update(standing, value)) is None:
+            assert result == ConditionFailed()
+        else:
+            assert isinstance(result, Written)
+            assert isinstance(entry.version, int)
         self.same(self.model.get(key), self.real.get(our_key))
 
     @rule(at=places, value=st.binary(max_size=2))
@@ -266,7 +283,7 @@ class Same(RuleBasedStateMachine):
 class SameInSlices(Same):
     """The same while leases end a key or two at a time."""
 
-    version = 2
+    version = UPDATES
 
     @initialize(size=st.integers(1, 2))
     def begin_with_small_slices(self, size: int) -> None:
@@ -279,6 +296,31 @@ TestSame = Same.TestCase
 TestSameInSlices = SameInSlices.TestCase
 TestSame.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestSameInSlices.settings = TestSame.settings
+
+
+def test_updates_do_not_change_the_order_in_which_keys_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restored node removes the same keys in a slice as one that has run since the beginning."""
+    monkeypatch.setattr(state, "SLICE", 1)
+    keyspace = Keyspace()
+    lease = do(keyspace, Grant(1.0)).lease
+    versions = {key: do(keyspace, Create(key, b"", lease)).version for key in "abc"}
+    updated = do(keyspace, Update("a", b"new", versions["a"]))
+    assert (updated.revision, keyspace.get("a")) == (
+        versions["a"],
+        StoredEntry("a", b"new", versions["a"], updated.version, lease),
+    )
+    assert do(keyspace, Update("a", b"stale", versions["a"])) == ConditionFailed()
+    replica = twin(keyspace)
+    for each in (keyspace, replica):
+        do(each, Revoke(lease))
+        assert do(each, Update("b", b"late", versions["b"])) == ConditionFailed()
+        assert do(each, Update("a", b"late", updated.version)) == ConditionFailed()
+    for _ in range(4):
+        assert [*keyspace.snapshot()] == [*replica.snapshot()]
+        do(keyspace, RemoveEndedKeys()), do(replica, RemoveEndedKeys())
+    assert len(keyspace) == len(replica) == 0
 
 
 def twin(keyspace: Keyspace) -> Keyspace:
@@ -383,12 +425,16 @@ def test_a_raised_version_is_never_lowered_and_begins_a_history_that_all_nodes_h
 def test_what_a_later_release_may_put_into_the_log_ends_the_node() -> None:
     keyspace = Keyspace()
     before = [*keyspace.snapshot()]
-    for unknown in (encode([13, "new"]), encode(RaiseVersion(3)), encode([10, 2, "a new field"])):
+    for unknown in (
+        encode([99, "new"]),
+        encode(RaiseVersion(NEWEST + 1)),
+        encode([10, 2, "a new field"]),
+    ):
         with pytest.raises(UnknownCommand, match="install the release"):
             keyspace.apply(unknown)
     assert [*keyspace.snapshot()] == before
     later = msgspec.msgpack.decode(before[0])
-    for place, value in ((1, 3), (4, 3)):
+    for place, value in ((1, 3), (4, NEWEST + 1)):
         head = [*later]
         head[place] = value
         with pytest.raises(UnknownCommand, match="install the release"):

@@ -9,10 +9,20 @@ import pytest
 
 from doyen.errors import OrderFailed
 from doyen.quorum.consensus.core import Membership
-from doyen.quorum.keyspace.commands import Put, encode
-from doyen.quorum.keyspace.versions import FIRST, NEWEST
+from doyen.quorum.keyspace.commands import (
+    Create,
+    Grant,
+    MalformedCommand,
+    Put,
+    Update,
+    Written,
+    encode,
+)
+from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
+from doyen.quorum.node import roles
 from doyen.quorum.node.admin import Administration
 from doyen.quorum.node.replicated import KEYSPACE
+from doyen.quorum.protocol.requests import ErrorCode, Failed
 from doyen.testing.virtual import run_virtual
 from test_quorum_service import Client, Quorum, on_quorum
 
@@ -108,6 +118,48 @@ def test_a_new_leader_adds_no_node_before_it_knows_the_version() -> None:
         heir.applier._apply_slice()
         await heir.admin.perform("add", "n4", "h4:1")
         assert quorum.keyspace(heir.id).version == NEWEST
+
+    run_virtual(main)
+
+
+async def update_in_a_cluster_of(version: int) -> object:
+    """The answer to an update while a follower supports no later version than this."""
+    quorum = Quorum()
+    quorum.world.supports |= {"n1": version, "n2": version}
+    await quorum.start(raised=False)
+    await quorum.world.until(lambda: versions(quorum) == [version] * 3)
+    client = Client(quorum.services["n3"])
+    lease = (await client.do(1, Grant(60.0))).lease
+    created = await client.do(2, Create("k", b"old", lease))
+    answer = await client.do(3, Update("k", b"new", created.version))
+    if version < UPDATES:
+        quorum.world.supports.clear()
+        await quorum.world.until(lambda: versions(quorum) == [NEWEST] * 3)
+        assert await client.do(4, Update("k", b"new", created.version)) == Written(
+            created.revision, created.version + 1
+        )
+    return answer
+
+
+@pytest.mark.parametrize("version", range(FIRST, UPDATES))
+def test_no_update_enters_the_log_before_all_members_know_it(version: int) -> None:
+    async def main() -> None:
+        answer = await update_in_a_cluster_of(version)
+        assert isinstance(answer, Failed)
+        assert answer.code is ErrorCode.UNAVAILABLE
+        assert f"version {version} of its state" in answer.text
+
+    run_virtual(main)
+
+
+def test_an_update_that_enters_the_log_too_early_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roles, "is_early", lambda body, version: False)
+
+    async def main() -> None:
+        answer = await update_in_a_cluster_of(UPDATES - 1)
+        assert isinstance(answer, MalformedCommand)
 
     run_virtual(main)
 

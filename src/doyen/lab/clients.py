@@ -1,8 +1,8 @@
 """Clients of the keyspace in a world of whole nodes.
 
 A `ClientMachine` is a process with a store on `doyen://`. It keeps leases, has a dozen watches, and
-creates, puts, deletes, queues and reads. `ClientChecker` checks what it sees. It also tries to
-connect as a peer and to raise tokens with a client's secret, which must be refused.
+creates, puts, updates, deletes, queues and reads. `ClientChecker` checks what it sees. It also
+tries to connect as a peer and to raise tokens with a client's secret, which must be refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ClientMachine(SimulatedMachine):
         self._checker = world.clients
         self._own = self.process
         self._checker.watches[self._own] = []
-        self._versions: dict[str, int] = {}
+        self._known: dict[str, Entry] = {}
+        """Entries as they were last seen."""
         self._tickets: list[Entry] = []
         self._leases: list[Lease] = []
         if self.rng.random() < 0.3:
@@ -197,7 +198,7 @@ class ClientMachine(SimulatedMachine):
             self._checker.wrote(start, made.entry)
         else:
             self._entry_read(start, key, made.entry)
-        self._versions[key] = version_number(made.entry)
+        self._known[key] = made.entry
 
     async def _ask_leased(self, call: Awaitable[T], lease: Lease, value: bytes) -> T | None:
         async def called() -> T:
@@ -211,20 +212,26 @@ class ClientMachine(SimulatedMachine):
 
     async def _put(self, store: Store, key: str) -> None:
         start, value = self._checker.begin(), self._value()
-        version = self._versions.get(key)
-        entry = await self._ask(self._boxed(store.put(key, value, if_version=version)), value)
+        known = self._known.get(key)
+        version = None if known is None else version_number(known)
+        if known is not None and known.lease is not None and version_number(known) % 2:
+            call = store.update(known, value)
+        else:
+            call = store.put(key, value, if_version=version)
+        entry = await self._ask(self._boxed(call), value)
         if entry is None:
             return
         if entry[0] is not None:
             self._checker.wrote(start, entry[0])
-            self._versions[key] = version_number(entry[0])
+            self._known[key] = entry[0]
         else:
             self._version_differed(start, key, version)
 
     async def _delete(self, store: Store, key: str) -> None:
-        version = self._versions.pop(key, None)
-        if version is None:
+        known = self._known.pop(key, None)
+        if known is None:
             return
+        version = version_number(known)
         start = self._checker.begin()
         done = await self._ask(store.delete(key, if_version=version))
         if done:
@@ -250,9 +257,9 @@ class ClientMachine(SimulatedMachine):
             self._entry_read(start, key, found[0])
             self._checker.read_answered(self._own, start)
             if found[0] is not None:
-                self._versions[key] = version_number(found[0])
+                self._known[key] = found[0]
             else:
-                self._versions.pop(key, None)
+                self._known.pop(key, None)
 
     async def _list(self, store: Store, scope: str) -> None:
         if scope.count("/") == 2:

@@ -215,6 +215,7 @@ class ReferenceKeyspace:
             commands.RaiseVersion: self._raise,
             commands.RemoveEndedKeys: self._remove_ended_keys,
             commands.SetQuota: self._set_quota,
+            commands.Update: self._update,
         }
 
     def execute(self, command: Any) -> commands.Result:
@@ -290,6 +291,19 @@ class ReferenceKeyspace:
         if current is not None:
             self._unbind(current)
         return commands.Written(first, version)
+
+    def _update(self, command: commands.Update) -> commands.Result:
+        """Only in version 3: a node that proposes it earlier has other results than this."""
+        current = self._current(command.key)
+        if current is None or current.lease not in self.unended or self.version < 3:
+            return commands.ConditionFailed()
+        if current.version != command.if_version:
+            return commands.ConditionFailed()
+        version = self.revision + 1
+        record = StoredEntry(
+            current.key, command.value, current.revision, version, current.lease, current.ticket
+        )
+        return self._write(record) or commands.Written(current.revision, version)
 
     def _delete(self, command: commands.Delete) -> commands.Result:
         current = self._current(command.key)

@@ -146,14 +146,15 @@ class Store(ABC):
         Returns None if the condition does not hold.
         """
 
+    @abstractmethod
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
         """Replace the value of an entry that is bound to a lease of this store, if it still has the
         version of `entry`. Atomic and durable.
 
         The entry keeps its lease and the revision of its creation. Returns None if the entry has
-        another version or is gone, for instance because its lease has ended.
+        another version or is gone, for instance because its lease has ended, and if it is not bound
+        to a lease.
         """
-        raise NotImplementedError
 
     @abstractmethod
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:

@@ -71,7 +71,8 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """The lease that the call names ends at the store just before the call is carried out."""
+    """The lease that the call names, or whose entry it updates, ends at the store just before the
+    call is carried out."""
 
 
 Fault = Late | LostCall | Unanswered | RefusedCall | Stray | Expired
@@ -199,7 +200,8 @@ class FaultyStore(Store):
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
         do = partial(self._store.update, entry, value)
-        return await self._call("update", entry.key, do)
+        lease = None if entry.lease is None else Lease(entry.lease, 0.0)
+        return await self._call("update", entry.key, do, lease)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         do = partial(self._store.delete, key, if_version=if_version)

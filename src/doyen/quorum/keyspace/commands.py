@@ -121,6 +121,15 @@ class SetQuota(KeyspaceCommand, frozen=True, gc=False, tag=12):
     bytes: int
 
 
+class Update(KeyspaceCommand, frozen=True, gc=False, tag=13):
+    """Replace the value of this version of an entry that is bound to a lease. → Written or
+    ConditionFailed"""
+
+    key: str
+    value: bytes
+    if_version: int
+
+
 Commands = (
     Grant
     | Revoke
@@ -134,6 +143,7 @@ Commands = (
     | RaiseVersion
     | RemoveEndedKeys
     | SetQuota
+    | Update
 )
 
 

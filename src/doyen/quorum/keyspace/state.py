@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from doyen.errors import StoreUnusable
 from doyen.quorum.keyspace.commands import (
@@ -60,6 +60,7 @@ from doyen.quorum.keyspace.commands import (
     SetQuota,
     StoredEntry,
     TicketIssued,
+    Update,
     Written,
     decode_command,
     encode,
@@ -77,7 +78,7 @@ from doyen.quorum.keyspace.snapshot import (
     encode_pieces,
 )
 from doyen.quorum.keyspace.sorted_map import Block, SortedMap
-from doyen.quorum.keyspace.versions import FIRST, NEWEST
+from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
 
 __all__ = ["QUOTA", "Keyspace", "UnknownCommand"]
 
@@ -161,6 +162,7 @@ class Keyspace:
             RaiseVersion: self._raise,
             RemoveEndedKeys: self._remove_ended_keys,
             SetQuota: self._set_quota,
+            Update: self._update,
         }
 
     def apply(self, command: bytes) -> bytes:
@@ -292,7 +294,7 @@ class Keyspace:
                 for entry in piece.entries:
                     size += _size(entry)
                     if entry.lease:
-                        bound.setdefault(entry.lease, []).append((entry.version, entry.key))
+                        bound.setdefault(entry.lease, []).append((entry.revision, entry.key))
             elif isinstance(piece, EndedLeases):
                 ended += piece.leases
             elif isinstance(piece, Changes):
@@ -361,6 +363,19 @@ class Keyspace:
             return full
         if lease and (held := self._leases.get(lease)) is not None:
             del held.keys[key]
+        return encode(Written(entry.revision, version))
+
+    def _update(self, command: Update) -> bytes:
+        if self.version < UPDATES:  # nodes do not propose it in such a cluster
+            return encode(MalformedCommand("the cluster's version has no updates"))
+        position = self._entries.seek(command.key)
+        present = self._live(position[2])
+        if present is None or not present.lease or present.version != command.if_version:
+            return _CONDITION_FAILED
+        version = self.revision + 1
+        entry = structs.replace(present, value=command.value, version=version)
+        if (full := self._write(entry, position)) is not None:
+            return full
         return encode(Written(entry.revision, version))
 
     def _delete(self, command: Delete) -> bytes:

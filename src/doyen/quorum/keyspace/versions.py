@@ -10,6 +10,7 @@ counts as one that does not. From then on, nodes that do not support it are refu
     2   leases end in slices; results of any size are remembered; a quota on the keyspace;
         snapshots carry the history of changes and unfinished ends of leases; results do not carry
         large values
+    3   updates of entries that are bound to a lease
 
 Imports nothing.
 """
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FIRST", "NEWEST", "OLDEST"]
+__all__ = ["FIRST", "NEWEST", "OLDEST", "UPDATES"]
 
 FIRST: Final = 1
 """The version of a new cluster, and of a node whose handshake names none."""
 OLDEST: Final = 1
-NEWEST: Final = 2
+UPDATES: Final = 3
+"""The version from which on `Update` may enter the log."""
+NEWEST: Final = 3
 """This release supports the versions from `OLDEST` to `NEWEST`."""

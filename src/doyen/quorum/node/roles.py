@@ -26,8 +26,10 @@ from doyen.quorum.keyspace.commands import (
     Put,
     RaiseVersion,
     Revoke,
+    Update,
     decode_command,
 )
+from doyen.quorum.keyspace.versions import UPDATES
 from doyen.quorum.node.replicated import KEYSPACE, Command
 from doyen.quorum.protocol import requests
 from doyen.quorum.protocol.requests import MAX_KEY, MAX_LEVELS, MAX_TTL_S, MAX_VALUE, MIN_TTL_S
@@ -117,7 +119,7 @@ def flaw(body: bytes, role: Role) -> str | None:
     kind = type(command)
     if kind in ADMIN_COMMANDS and not allows(role, "admin"):
         return refusal(role, "admin")
-    if isinstance(command, Create | Put | Enqueue):
+    if isinstance(command, Create | Put | Update | Enqueue):
         key = command.line if isinstance(command, Enqueue) else command.key
         if not 0 < len(key) <= MAX_KEY:
             return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
@@ -131,6 +133,11 @@ def flaw(body: bytes, role: Role) -> str | None:
         return None
     check = _CHECKS.get(kind)
     return "only the quorum's leader may propose this" if check is None else check(command)
+
+
+def is_early(body: bytes, version: int) -> bool:
+    """Whether a command, which a client may propose, needs a later version of the cluster."""
+    return version < UPDATES and isinstance(decode_command(body), Update)
 
 
 def _flaw_of_lease(command: Grant) -> str | None:

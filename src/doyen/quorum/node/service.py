@@ -30,6 +30,7 @@ from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.quorum.consensus.core import Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
+from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node import roles
 from doyen.quorum.node.clients import ServedClient
 from doyen.quorum.node.driver import Driver
@@ -60,6 +61,11 @@ BACKLOG: Final = 1 << 18
 its watches sends. Beyond, nothing more is read from its connection for now."""
 BACKLOG_BYTES: Final = 64 << 20
 """How many bytes of one client may wait to be handled."""
+
+_EARLY: Final = (
+    "the cluster is at version {} of its state, which does not have this command: the version rises"
+    " when all members are connected and run this release"
+)
 
 
 class Service:
@@ -204,6 +210,10 @@ class Service:
             reason = roles.flaw(body, role)
             if reason is not None:
                 client.fail(number, ErrorCode.UNUSABLE, reason)
+                continue
+            version = self._keyspace.version
+            if version < NEWEST and roles.is_early(body, version):
+                client.fail(number, ErrorCode.UNAVAILABLE, _EARLY.format(version))
                 continue
             try:
                 submit(KEYSPACE, body, settle, (name, number, floor))

@@ -143,12 +143,22 @@ class ConsulStore(GuardedStore):
                 return Creation(False, existing)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        return await self._replace(key, value, if_version or 0)
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        if entry.lease is None:
+            return None
+        # A write keeps the session of the entry, which is deleted when the session ends.
+        return await self._replace(entry.key, value, entry.version)
+
+    async def _replace(self, key: str, value: bytes, version: Version) -> Entry | None:
+        """Write an entry, if the index of its last write is `version`; 0 if it must not exist."""
         answer = await self._transact(
             {
                 "Verb": "cas",
                 "Key": self._path(key),
                 "Value": _text(value),
-                "Index": if_version or 0,
+                "Index": version,
                 # Consul ignores a write that changes nothing: no new index, no notification.
                 "Flags": getrandbits(63),
             }

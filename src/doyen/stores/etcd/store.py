@@ -118,6 +118,23 @@ class EtcdStore(GuardedStore):
         before = answer.responses[0].response_put.prev_kv
         return Entry(key, value, before.create_revision or revision, revision)
 
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        if entry.lease is None:
+            return None
+        at = self._at(entry.key)
+        bound = {"key": at, "value": value, "lease": int(entry.lease, 16)}
+        answer = await self._call(
+            rpc.TXN,
+            rpc.TxnRequest(
+                # This version is bound to this lease, and is deleted when the lease ends.
+                compare=[_unchanged(at, entry.version)],
+                success=[{"request_put": bound}],
+            ),
+        )
+        if not answer.succeeded:
+            return None
+        return entry._replace(value=value, version=answer.header.revision)
+
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         at = self._at(key)
         if if_version is None:

@@ -150,18 +150,39 @@ class NatsStore(GuardedStore):
         if if_version is None:
             sequence = await self._write_new(key, value, {}, None)
             return None if sequence is None else Entry(key, value, sequence, sequence)
+        present = await self._present(key, if_version)
+        return None if present is None else await self._replace(present._replace(lease=None), value)
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        self._require_usable()
+        present = await self._present(entry.key, entry.version)
+        if present is None or present.lease is None:
+            return None
+        written = await self._replace(present, value)
+        if written is None:
+            return None
+        await self._mirror.reach(int(str(written.version)))
+        # If the lease had ended before the write, what was written is void from the start.
+        return written if present.lease in self._mirror.view.leases else None
+
+    async def _present(self, key: str, version: Version) -> Entry | None:
+        """The entry at a key, if it has this version."""
         await self._mirror.catch_up()
         present = self._mirror.view.entries.get(key)
-        if present is None or present.version != if_version:
-            return None
+        return present if present is not None and present.version == version else None
+
+    async def _replace(self, present: Entry, value: bytes) -> Entry | None:
+        """Write another value, with the creation and the lease of this entry, if it has not been
+        written since."""
         headers = {CREATED: str(present.revision)}
+        if present.lease is not None:
+            headers[LEASE] = present.lease
+        last = int(str(present.version))
         try:
-            sequence = await self._mirror.write(
-                self._subject(key), value, int(str(if_version)), headers
-            )
+            sequence = await self._mirror.write(self._subject(present.key), value, last, headers)
         except WrongSequence:
             return None
-        return Entry(key, value, present.revision, sequence)
+        return present._replace(value=value, version=sequence)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         self._require_usable()

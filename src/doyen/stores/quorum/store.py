@@ -33,6 +33,7 @@ from doyen.quorum.keyspace.commands import (
     Revoke,
     StoredEntry,
     TicketIssued,
+    Update,
     Written,
 )
 from doyen.quorum.protocol.frames import NOT_FOUNDED
@@ -150,9 +151,16 @@ class QuorumStore(GuardedStore):
                 raise _unexpected(other)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        result = await self._write(Put(key, value, _version(if_version)))
+        return await self._replace(Put(key, value, _version(if_version)), None)
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        command = Update(entry.key, value, _version(entry.version))
+        return await self._replace(command, entry.lease)
+
+    async def _replace(self, command: Put | Update, lease: str | None) -> Entry | None:
+        result = await self._write(command)
         if isinstance(result, Written):
-            return Entry(key, value, result.revision, result.version)
+            return Entry(command.key, command.value, result.revision, result.version, lease)
         if isinstance(result, ConditionFailed):
             return None
         raise _unexpected(result)

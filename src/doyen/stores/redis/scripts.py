@@ -223,6 +223,12 @@ local n = number()
 write(ARGV[3], ARGV[4], present and present[3] or n, n)
 return {1, entry(ARGV[3])}
 """,
+    "update": """
+local present = entry(ARGV[3])
+if not present or not present[5] or present[4] ~= ARGV[5] then return {} end
+write(ARGV[3], ARGV[4], present[3], number(), present[5][1])
+return {entry(ARGV[3])}
+""",
     "delete": """
 local present = entry(ARGV[3])
 if not present or (ARGV[4] ~= '' and ARGV[4] ~= present[4]) then return 0 end

@@ -116,6 +116,19 @@ class RedisStore(GuardedStore):
             if present is not None:
                 return present[0] if done else None
 
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        if type(entry.version) is not int:
+            return None
+        rows, connection = await self._write("update", entry.key, value, str(entry.version))
+        if not rows:
+            return None
+        written, ended = self._entry(rows[0], connection)
+        if ended is None:
+            return written
+        # The lease has expired, but was not ended yet. It may have been renewed since.
+        present = await self.get(entry.key)
+        return present if present is not None and present.version == written.version else None
+
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         if if_version is not None and type(if_version) is not int:
             return False

@@ -98,6 +98,10 @@ def _statements(*, logs: bool) -> dict[str, str]:
         "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
         " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s;"
         f" {made}{_PRESENT}",
+        "update": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s,"
+        " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s"
+        " AND lease IS NOT NULL;"
+        f" {made}{_PRESENT}",
         "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
         f" {log('e.path = %(path)s')}"
         "DELETE FROM {entries} WHERE path = %(path)s",
@@ -215,6 +219,21 @@ class RelationalStore(GuardedStore):
             given["version"] = if_version
             present, _, number = await self._present("replace", given)
         return present if present is not None and present.version == number else None
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        self._require_usable()
+        if type(entry.version) is not int:
+            return None
+        given = {"path": entry.key, "value": value, "version": entry.version, "lease": ""}
+        (row,) = await self._connection.write(self._sql["update"], given)
+        if row[0] is None or row[3] != row[9]:
+            return None
+        over, (written,) = self._judged([row])
+        if not over:
+            return written
+        # The lease has expired, but was not ended yet. It may have been renewed since.
+        present = await self.get(entry.key)
+        return present if present is not None and present.version == written.version else None
 
     async def _present(
         self, statement: str, given: dict[str, object]

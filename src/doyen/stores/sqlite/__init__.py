@@ -143,6 +143,9 @@ class SQLiteStore(GuardedStore):
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)
 
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        return await self._submit(lambda tables: tables.update(entry, value), durable=True)
+
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         return await self._submit(lambda tables: tables.delete(key, if_version))
 

@@ -122,6 +122,13 @@ class Transaction:
         revision = version if standing is None else standing.revision
         return self._insert(key, value, revision, version, None, None)
 
+    def update(self, entry: Entry, value: bytes) -> Entry | None:
+        standing = self.get(entry.key)
+        if standing is None or standing.lease is None or standing.version != entry.version:
+            return None
+        _, _, revision, _, lease, remaining_s = standing
+        return self._insert(entry.key, value, revision, self._next(), lease, remaining_s)
+
     def delete(self, key: str, if_version: Version | None) -> bool:
         standing = self.get(key)
         if standing is None or if_version not in (None, standing.version):

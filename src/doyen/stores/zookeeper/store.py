@@ -197,6 +197,24 @@ class ZooKeeperStore(GuardedStore):
                 continue
         return None
 
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        self._require_usable()
+        path = self._layout.leaf(entry.key)
+        _refuse_large(value)
+        while (same := await self._unchanged(path, entry.version)) is not None:
+            if not same.ephemeral:
+                return None
+            try:
+                _, written = await self._session.transact(
+                    same.check, SetData(path, value, same.version)
+                )
+            except (BadVersionError, NoNodeError):
+                continue
+            updated = self._entry(entry.key, value, written.czxid, written.version, entry.lease)
+            self._created[path] = (updated.version, same._replace(version=written.version))
+            return updated
+        return None
+
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         self._require_usable()
         path = self._layout.leaf(key)

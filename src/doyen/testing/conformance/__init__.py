@@ -35,6 +35,7 @@ from doyen.testing.conformance.interruptions import InterruptionConformance
 from doyen.testing.conformance.leases import LeaseConformance
 from doyen.testing.conformance.lines import LineConformance
 from doyen.testing.conformance.network import BreakableConnection, LinkedHarness, NetworkConformance
+from doyen.testing.conformance.updates import UpdateConformance
 from doyen.testing.conformance.watches import WatchConformance
 
 __all__ = [
@@ -47,7 +48,12 @@ __all__ = [
 
 
 class StoreConformance(
-    LeaseConformance, EntryConformance, LineConformance, WatchConformance, InterruptionConformance
+    LeaseConformance,
+    EntryConformance,
+    UpdateConformance,
+    LineConformance,
+    WatchConformance,
+    InterruptionConformance,
 ):
     """The promises of the Store port. Inherit it and define a fixture `store_harness`."""
 

@@ -170,3 +170,11 @@ async def read(store: Store, key: str) -> Entry:
 
 async def listed(store: Store, prefix: str) -> list[bytes]:
     return [entry.value for entry in await store.list(prefix)]
+
+
+def whole_update(found: Entry, before: Entry) -> None:
+    """Assert that an update of `before` to the value "after" was carried out fully or not at
+    all."""
+    assert (found.revision, found.lease) == (before.revision, before.lease)
+    assert found.value in (b"before", b"after")
+    assert (found.value == b"before") == (found.version == before.version)

@@ -11,7 +11,15 @@ import pytest
 
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError
 from doyen.model import Claim, leader_key, line_key, order_key
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
+from doyen.testing.conformance.harness import (
+    StoreHarness,
+    leased,
+    listed,
+    promise,
+    put,
+    read,
+    whole_update,
+)
 from doyen.testing.faults import Faults, FaultyStore, Stray, Unanswered
 
 
@@ -31,14 +39,18 @@ class InterruptionConformance:
             await _cancelled(store.create(key, b"whole", lease), patience)
             await _cancelled(store.enqueue(line, b"whole", lease), patience)
             await _cancelled(store.put(order, b"after", if_version=before.version), patience)
+            held = (await store.create(f"{key}/held", b"before", lease)).entry
+            await _cancelled(store.update(held, b"after"), patience)
             await _cancelled(store.renew(lease), patience)
             assert (await store.create(key, b"whole", lease)).entry.value == b"whole"
             assert await listed(store, line) in ([], [b"whole"])
             final = await read(store, order)
             assert (final.value == b"before") == (final.version == before.version)
             assert final.value in (b"before", b"after")
+            whole_update(await read(store, held.key), held)
             await store.revoke(lease)
             await h.shows(other, key, None)
+            await h.shows(other, held.key, None)
             assert await listed(store, line) == []
 
     @promise
@@ -83,6 +95,23 @@ class InterruptionConformance:
         assert not again.won
         assert again.entry.revision == found.revision
         assert not (await other.create(key, b"other", other_lease)).won
+
+    @promise
+    async def test_an_update_without_an_answer_is_whole(self, h: StoreHarness) -> None:
+        """An `update` that was carried out without an answer shows when the key is read, and does
+        not succeed a second time."""
+        faults = Faults()
+        store = FaultyStore(await h.client(), faults)
+        lease = await store.grant(h.ttl_s * 60)
+        entry = (await store.create(leader_key(h.name()), b"before", lease)).entry
+        faults.next("update", Unanswered(told=True))
+        with pytest.raises(OutcomeUnknown):
+            await store.update(entry, b"after")
+        await h.shows(store, entry.key, b"after")
+        found = await read(store, entry.key)
+        whole_update(found, entry)
+        assert await store.update(entry, b"twice") is None
+        assert await store.update(found, b"again") is not None
 
     @promise
     async def test_a_late_request_of_a_revoked_lease_has_no_effect(self, h: StoreHarness) -> None:

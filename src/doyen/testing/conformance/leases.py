@@ -168,7 +168,9 @@ class LeaseConformance:
         ticket = await store.enqueue(line_key(h.name()), b"t", lease)
         await h.elapse(h.ttl_s / 10)
         later = await read(store, created.key)
-        for entry in (created, ticket, later):
+        (in_line,) = await store.list(line_key(h.name()))
+        assert (in_line.remaining_s is None) == (later.remaining_s is None)
+        for entry in (created, ticket, later, in_line):
             assert entry.remaining_s is None or 0 < entry.remaining_s <= most_s
         if created.remaining_s is not None and later.remaining_s is not None:
             assert later.remaining_s < created.remaining_s

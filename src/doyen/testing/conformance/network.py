@@ -17,7 +17,15 @@ import pytest
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, TicketGone
 from doyen.model import Lease, leader_key, line_key, order_key
 from doyen.stores.port import Creation, Store
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put, read
+from doyen.testing.conformance.harness import (
+    StoreHarness,
+    leased,
+    listed,
+    promise,
+    put,
+    read,
+    whole_update,
+)
 
 
 class BreakableConnection(Protocol):
@@ -169,6 +177,7 @@ class NetworkConformance:
             ticket = await store.enqueue(line, b"first", lease)
             old = await put(store, order, b"before")
             doomed = await put(store, f"{order}2", b"doomed")
+            held = (await store.create(f"{key}/held", b"before", lease)).entry
             await link.cut(answers_only=answers_only)
             await asyncio.gather(
                 *(
@@ -177,6 +186,7 @@ class NetworkConformance:
                         store.renew(lease),
                         store.create(key, b"whole", lease),
                         store.put(order, b"after", if_version=old.version),
+                        store.update(held, b"after"),
                         store.delete(f"{order}2", if_version=doomed.version),
                         store.enqueue(line, b"second", lease),
                         store.ahead(ticket),
@@ -196,6 +206,7 @@ class NetworkConformance:
             now = await read(other, order)
             assert (now.value == b"before") == (now.version == old.version)
             assert now.value in (b"before", b"after")
+            whole_update(await read(other, held.key), held)
             assert await listed(other, line) in ([b"first"], [b"first", b"second"])
             await h.works("the lease is revoked", partial(store.revoke, lease))
             await h.shows(other, key, None)
