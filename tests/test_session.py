@@ -317,6 +317,25 @@ async def test_without_its_ticket_a_candidate_still_knows_its_own_record(place: 
         assert term.valid
 
 
+@virtual
+async def test_no_candidate_waits_behind_a_ticket_that_another_has_lost_sight_of(
+    place: Place,
+) -> None:
+    """The answer to an enqueue is lost. It is carried out after the candidate has looked for its
+    ticket, and before it takes another; a second candidate joins the line between the two."""
+    faults = Faults()
+    a, b = await place.open(faults), await place.open()
+    faults.next("enqueue", Stray(after_s=TTL_S / 4), Late(before_s=TTL_S / 8))
+    stop = asyncio.Event()
+    first = asyncio.create_task(lead_until_set(a, stop, name="a"))
+    await until(lambda: place.line() == ["a"])
+    second = asyncio.create_task(lead_until_set(b, stop, name="b"))
+    await until(lambda: place.line()[:2] == ["a", "b"])
+    await until(lambda: place.holder() == "a", within_s=TTL_S)
+    stop.set()
+    assert (await first).token < (await second).token
+
+
 def forgetful(store: Store) -> Store:
     store.capabilities = replace(store.capabilities, durable=False)
     return store

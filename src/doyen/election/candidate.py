@@ -97,14 +97,22 @@ class Claiming:
         if settings.recipe != "line" or attempt.ticket is not None:
             return
         store, line = attempt.core.store, line_key(settings.election, settings.kind)
-        if attempt.in_doubt:
-            for ticket in await attempt.core.call(store.list(line)):
-                if attempt.is_mine(ticket):
-                    attempt.ticket = ticket
-                    return
-        attempt.ticket = await attempt.write(
-            store.enqueue(line, attempt.claim(), attempt.keepalive.lease, rank=settings.priority)
-        )
+        attempt.ticket = await self._earlier_ticket(line)
+        if attempt.ticket is None:
+            ticket = await attempt.write(
+                store.enqueue(
+                    line, attempt.claim(), attempt.keepalive.lease, rank=settings.priority
+                )
+            )
+            # An earlier enqueue may have been carried out since. A candidate that joined between
+            # the two waits behind that ticket, and this one would wait behind that candidate.
+            attempt.ticket = await self._earlier_ticket(line) or ticket
+
+    async def _earlier_ticket(self, line: str) -> Entry | None:
+        """The first ticket of this attempt, if the outcome of a write is unknown."""
+        attempt = self.attempt
+        tickets = await attempt.core.call(attempt.core.store.list(line)) if attempt.in_doubt else []
+        return next(filter(attempt.is_mine, tickets), None)
 
     async def _is_my_turn(self) -> bool:
         """Whether to claim the record now. If not, returns when something has changed."""
