@@ -27,7 +27,9 @@ from doyen.quorum.node import membership as members
 from doyen.quorum.node import replicated as machine
 from doyen.quorum.node import roles
 from doyen.quorum.node.applier import Applier
+from doyen.quorum.node.clients import RefusedCreate, ServedClient
 from doyen.quorum.node.lease_clock import LeaseClock
+from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.membership import Members
 from doyen.quorum.node.proposals import Proposals
 from doyen.quorum.node.reads import LinearizableReads
@@ -266,6 +268,30 @@ def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
 def read_while_behind(patch: pytest.MonkeyPatch) -> None:
     """A node answers reads before it has applied what the leader had committed."""
     patch.setattr(Applier, "when", lambda self, index, call: call())
+
+
+def refused_while_behind(patch: pytest.MonkeyPatch) -> None:
+    """A node reads the large entry because of which a create was refused before it has applied what
+    the leader had committed."""
+    read = Lists.read
+
+    def at_once(self: Lists, client: ServedClient, reads: list[Any]) -> None:
+        if isinstance(reads[0], RefusedCreate):
+            self._current(client, reads)
+        else:
+            read(self, client, reads)
+
+    patch.setattr(Lists, "read", at_once)
+
+
+def large_in_results(patch: pytest.MonkeyPatch) -> None:
+    """The result of a create carries the entry that exists, whatever its size."""
+    init = Keyspace.__init__
+
+    def unlimited(self: Keyspace, *arguments: Any, **limits: Any) -> None:
+        init(self, *arguments, **{**limits, "result_value": 1 << 20})
+
+    patch.setattr(Keyspace, "__init__", unlimited)
 
 
 # Watches.

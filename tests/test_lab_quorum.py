@@ -262,6 +262,8 @@ MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
     (nodes.not_synced, 0, ("power", "crash")),
     (nodes.unknown_skipped, 1, ("older", "crash")),
     (nodes.read_while_behind, 11, KINDS),
+    (nodes.refused_while_behind, 112, KINDS),
+    (nodes.large_in_results, 0, KINDS),
     (nodes.deaf_when_resumed, 1, KINDS),
     (nodes.never_too_old, 8, ("partition",)),
     (nodes.ends_without_notification, 0, KINDS),

@@ -55,6 +55,8 @@ SLICE_KEYS = 1
 """The number of keys of ended leases that one command removes; few, so that several are needed."""
 HISTORY = 12
 """The number of changes that nodes keep for watches; few, so that some are resumed too late."""
+RESULT_VALUE = 1000
+"""The longest value that a result carries; some values of clients are longer (`clients.LARGE`)."""
 QUOTA_BYTES = 12_000
 """The quota of the keyspace; small, so that some writes of clients are refused."""
 CLIENT_SECRET = "the-secret-of-clients"
@@ -267,7 +269,9 @@ class NodeMachine(SimulatedMachine):
         )
         world.log.cluster.started(core, journal.recovered)
         release = OlderKeyspace if self.older else Keyspace
-        self.keyspace = release(FIRST, slice_keys=SLICE_KEYS, history=HISTORY)
+        self.keyspace = release(
+            FIRST, slice_keys=SLICE_KEYS, history=HISTORY, result_value=RESULT_VALUE
+        )
         self.registers = Registers(world.registers.applied)
         driver = ObservedDriver(
             core,

@@ -11,7 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from doyen.events import Elected, Record
-from doyen.lab.machines import SLICE_KEYS, NodeMachine, SimulatedMachine
+from doyen.lab.machines import RESULT_VALUE, SLICE_KEYS, NodeMachine, SimulatedMachine
 from doyen.lab.reference import Reference
 from doyen.quorum.consensus.core import CoreEvent, Effect
 from doyen.quorum.consensus.invariants import ClusterView
@@ -73,7 +73,7 @@ class LogChecker:
     def __init__(self, world: QuorumWorld) -> None:
         self._world = world
         self.cluster = ClusterView(ballots=world.protocol.ballots)
-        self.reference = Reference(SLICE_KEYS)
+        self.reference = Reference(SLICE_KEYS, RESULT_VALUE)
         self.make_core = self._checked(world.protocol.make)
 
     def _checked(self, make: Any) -> Any:

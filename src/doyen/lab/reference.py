@@ -53,12 +53,12 @@ class ReferenceLease:
 class Reference:
     """The state after every committed entry."""
 
-    def __init__(self, slice_keys: int) -> None:
+    def __init__(self, slice_keys: int, result_value: int) -> None:
         self.index = 0
         self.times: list[float] = [0.0]
         """By index: when the entry was first known to be committed."""
         self.keys = KeyHistory()
-        self.keyspace = ReferenceKeyspace(slice_keys, self.keys)
+        self.keyspace = ReferenceKeyspace(slice_keys, result_value, self.keys)
         self._results: list[list[Any]] = [[]]
         self._registers: dict[int, int] = {}
         self._clients: dict[str, tuple[dict[int, Any], list[int]]] = {}
@@ -176,8 +176,9 @@ class KeyHistory:
 class ReferenceKeyspace:
     """Executes the commands of the keyspace."""
 
-    def __init__(self, slice_keys: int, keys: KeyHistory) -> None:
+    def __init__(self, slice_keys: int, result_value: int, keys: KeyHistory) -> None:
         self._slice_keys = slice_keys
+        self._result_value = result_value
         self._keys = keys
         self.index = 0
         """The index of the entry that is being applied."""
@@ -270,6 +271,8 @@ class ReferenceKeyspace:
             return commands.LeaseNotFound()
         current = self._current(command.key)
         if current is not None:
+            if self.version > 1 and len(current.value) > self._result_value:
+                return commands.LargeEntryExists(command.key)
             return commands.EntryExists(current)
         revision = self.revision + 1
         record = StoredEntry(command.key, command.value, revision, revision, command.lease)

@@ -122,12 +122,17 @@ class Keyspace:
     """
 
     def __init__(
-        self, version: int = NEWEST, *, slice_keys: int | None = None, history: int | None = None
+        self,
+        version: int = NEWEST,
+        *,
+        slice_keys: int | None = None,
+        history: int | None = None,
+        result_value: int = RESULT_VALUE,
     ) -> None:
         """An empty keyspace. That of a node begins at version `FIRST`, and the log holds the
-        commands that raise it. Simulations use smaller slices and histories; all nodes must use the
-        same."""
+        commands that raise it. Simulations use smaller limits; all nodes must use the same."""
         self._slice_keys = SLICE if slice_keys is None else slice_keys
+        self._result_value = result_value
         self._history_changes = history
         self.revision = 0
         """The number of the last change."""
@@ -335,7 +340,7 @@ class Keyspace:
         position = self._entries.seek(key)
         present = self._live(position[2])
         if present is not None:
-            if len(present.value) > RESULT_VALUE and self.version > FIRST:
+            if len(present.value) > self._result_value and self.version > FIRST:
                 return encode(LargeEntryExists(key))
             return encode(EntryExists(present))
         revision = self.revision + 1
