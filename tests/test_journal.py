@@ -379,6 +379,25 @@ class TestFull:
         assert again.recovered.state == Voted(10, "n3")
         assert not acks.failures
 
+    async def test_space_is_noticed_while_writes_go_on(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also if the disk is never idle: a node with room must not go on refusing writes."""
+        monkeypatch.setattr(module, "RETRY_S", 0.1)
+        disk = FragileDisk()
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)
+        acks = Acks(journal)
+        disk.room, token = 0, 1
+        journal.persist(Persist(token, None, 1, entries(50, 300)))
+        await until(lambda: journal.full)
+        disk.room = 1 << 20
+        async with asyncio.timeout(5):
+            while journal.full:
+                await acks.upto(token)
+                token += 1
+                journal.persist(Persist(token, Voted(token, "n1")))
+        await journal.close()
+
     async def test_can_be_closed_and_opened(self) -> None:
         disk = FragileDisk()
         journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, reserve_bytes=100)

@@ -109,6 +109,8 @@ class FileJournal:
         self.queued = 0
         """About how many bytes wait to be on disk."""
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._restore_at = 0.0
+        """When a full disk is checked for space again."""
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         self._aside = ThreadPoolExecutor(1, "doyen-snapshot")
@@ -292,10 +294,7 @@ class FileJournal:
 
     def _next(self) -> list[_Write]:
         """Everything that is queued, up to the size of a batch; empty when the journal closes."""
-        try:
-            write = self._queue.get(timeout=IDLE_S)
-        except queue.Empty:
-            write = self._idle()
+        write = self._wait()
         writes = []
         size = 0
         while write:
@@ -315,13 +314,19 @@ class FileJournal:
         with suppress(OSError):
             self._log.seal()
 
-    def _idle(self) -> _Write | None:
-        self._seal()
-        while self.full:
-            with suppress(queue.Empty):
-                return self._queue.get(timeout=RETRY_S)
-            self.full = not self._restore_reserve()
-        return self._queue.get()
+    def _wait(self) -> _Write | None:
+        """Wait for a write. Meanwhile, or between writes, check a full disk for space."""
+        timeout_s: float | None = IDLE_S
+        while True:
+            if self.full and time.monotonic() >= self._restore_at:
+                self.full = not self._restore_reserve()
+                self._restore_at = time.monotonic() + RETRY_S
+            try:
+                return self._queue.get(timeout=timeout_s)
+            except queue.Empty:
+                if timeout_s == IDLE_S:
+                    self._seal()
+                timeout_s = RETRY_S if self.full else None
 
     def _write(self, writes: list[_Write]) -> int:
         """Write as much of this to disk as there is space for. Returns how many writes that is."""
@@ -345,7 +350,7 @@ class FileJournal:
                     raise
                 if self.full:
                     break
-                self.full = True
+                self.full, self._restore_at = True, time.monotonic() + RETRY_S
                 self._disk.remove(self._folder / "reserve")
                 continue
             written += len(some)
