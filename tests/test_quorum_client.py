@@ -16,6 +16,7 @@ import pytest
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.quorum.keyspace.commands import StoredEntry, encode
+from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node import replicated as machines
 from doyen.quorum.node.listener import Listener
 from doyen.quorum.node.server import NodeOptions, NodeServer
@@ -209,6 +210,8 @@ async def test_changes_during_a_cut_are_notified_afterwards(tmp_path: Path) -> N
         with Proxy(_Place(quorum.url(), quorum.running["n1"].port)) as link:
             async with opened(link.url) as watcher:
                 notified, quiet = asyncio.Event(), asyncio.Event()
+                # The history begins anew when the version is raised.
+                await until(lambda: quorum.running["n1"].service.condition().state == NEWEST)
                 await watcher.watch("a", notified.set)
                 await watcher.watch("b", quiet.set)
                 for number in range(3):
