@@ -22,6 +22,7 @@ from typing import Any
 from doyen import errors, events
 from doyen.cli import COMMANDS, MANUAL, parsers
 from doyen.election.options import CampaignSettings
+from doyen.manage.shards.spec import ShardSpec
 from doyen.stores.port import _BUILT_IN
 
 ROOT = Path(__file__).parents[1]
@@ -85,12 +86,9 @@ def stub(where: str, name: str) -> str:
 
 def _public(node: ast.ClassDef) -> Iterator[Function | ast.AnnAssign]:
     """What users of a class meet, which is not how a session or a term is made and ended."""
-    hidden = {
-        "Session": {"__init__"},
-        "Config": {"__init__"},
-        "Subscription": {"__init__"},
-        "Term": {"__init__", "lose", "conclude", "loss"},
-    }
+    made = ("Session", "Config", "Subscription", "ShardSet", "OwnedShards", "ShardTerm")
+    hidden = {name: {"__init__"} for name in made}
+    hidden["Term"] = {"__init__", "lose", "conclude", "loss"}
     for each in node.body:
         if isinstance(each, Function):
             public = each.name == "__init__" or not each.name.startswith("_")
@@ -147,6 +145,18 @@ def options() -> str:
             yield f"`{name}`", f"`{shown}`", own.get(name, f"`{defaults[name]!r}`"), text
 
     return table("option", "type", "default", "meaning", rows=rows())
+
+
+def spec() -> str:
+    node = definition("doyen.manage.shards.spec", "ShardSpec")
+    assert isinstance(node, ast.ClassDef)
+    defaults = {each.name: each.default for each in fields(ShardSpec)}
+    own = {"count": "required", "pins": "`{}`", "weights": "`{}`", "zones": "`{}`"}
+    rows = (
+        (f"`{name}`", f"`{kind}`", own.get(name, f"`{defaults[name]!r}`"), text)
+        for name, kind, text in explained(node)
+    )
+    return table("field", "type", "default", "meaning", rows=rows)
 
 
 def errors_tree() -> str:
@@ -252,6 +262,13 @@ PARTS: dict[str, Callable[[], str]] = {
         ("doyen.manage.config", "Missed"),
         ("doyen.manage.config", "Regressed"),
     ),
+    "shards": lambda: stubs(
+        ("doyen.manage.shards.scopes", "ShardSet"),
+        ("doyen.manage.shards.scopes", "OwnedShards"),
+        ("doyen.manage.shards.owner", "ShardTerm"),
+        ("doyen.manage.shards.routing", "ShardMap"),
+    ),
+    "spec": spec,
     "errors": errors_tree,
     "events": events_table,
     "node": lambda: stubs(

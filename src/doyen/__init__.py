@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OrderFailed,
         OutcomeUnknown,
         SessionClosed,
+        StaleMap,
         StaleToken,
         StoreError,
         StoreUnavailable,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
         Config,
         Subscription,
     )
+    from doyen.manage.shards.owner import ShardTerm
+    from doyen.manage.shards.routing import ShardMap
+    from doyen.manage.shards.spec import ShardSpec
     from doyen.model import Candidate, Leader, Line, Member, MemberChange, Published
     from doyen.quorum.node import Node, StateMachine
     from doyen.session import Session, connect
@@ -75,6 +79,10 @@ __all__ = [
     "Regressed",
     "Session",
     "SessionClosed",
+    "ShardMap",
+    "ShardSpec",
+    "ShardTerm",
+    "StaleMap",
     "StaleToken",
     "StateMachine",
     "StoreError",
@@ -96,6 +104,9 @@ _HOMES = (
     "errors",
     "manage.config",
     "manage.config_session",
+    "manage.shards.owner",
+    "manage.shards.routing",
+    "manage.shards.spec",
     "quorum.node",
 )
 

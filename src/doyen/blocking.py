@@ -35,6 +35,10 @@ from doyen.manage.members import (
     read_members,
 )
 from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.manage.shards.bodies import Prepare, ShardBody, ThreadBodies
+from doyen.manage.shards.owner import OwnerSettings
+from doyen.manage.shards.routing import ShardMap, observe_map, read_map
+from doyen.manage.shards.scopes import BlockingOwning, BlockingShardSet, OwnerOptions
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
 from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
 from doyen.term import Term, TermState
@@ -233,6 +237,36 @@ class BlockingSession:
     def observe_published(self, group: str) -> Generator[Published | None, None, None]:
         """The published list, then every change."""
         return self._observe(lambda core, deliver: observe_published(core, group, deliver))
+
+    def own_shards(
+        self,
+        shards: str,
+        body: ShardBody,
+        *,
+        prepare: Prepare | None = None,
+        **options: Unpack[OwnerOptions],
+    ) -> BlockingOwning:
+        """Own shards of a set for the duration of a scope; see `Session.own_shards`.
+
+        `body` runs on a thread of its own for each shard. It has to end when `term.valid` turns
+        false; until then no other member gets the shard, unless its lease ends.
+        """
+        core, settings = self._opened, OwnerSettings(shards=shards, **options)
+        if inspect.iscoroutinefunction(body) or inspect.iscoroutinefunction(prepare):
+            raise ConfigError("a blocking session runs ordinary functions, not coroutine functions")
+        return BlockingOwning(core, settings, lambda: ThreadBodies(self._runtime, body, prepare))
+
+    def shards(self, shards: str) -> BlockingShardSet:
+        """The set of shards of this name: its map, and requests to change it."""
+        return BlockingShardSet(self._opened, shards)
+
+    def shard_map(self, shards: str) -> ShardMap:
+        """Who owns what in a set of shards, read from the store."""
+        return self._run(read_map, shards)
+
+    def observe_shards(self, shards: str) -> Generator[ShardMap, None, None]:
+        """The map of a set of shards, then every change."""
+        return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
 
     def _observe(self, observe: Observing[T], kept: int = OBSERVED) -> Generator[T, None, None]:
         core = self._opened

@@ -13,6 +13,7 @@
     ├── CommandFailed          a state machine raised an error, the same on every node
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused the token of an earlier term
+    ├── StaleMap               a request was routed by an older map of shards than the owner's
     └── StoreError             the store failed; raised by its adapter
         ├── StoreUnavailable   the request was not carried out; a later attempt may succeed
         ├── OutcomeUnknown     no response came; the request may have been carried out
@@ -44,6 +45,7 @@ __all__ = [
     "OrderFailed",
     "OutcomeUnknown",
     "SessionClosed",
+    "StaleMap",
     "StaleToken",
     "StoreError",
     "StoreUnavailable",
@@ -131,6 +133,15 @@ class LeadershipLost(DoyenError):
 
 class StaleToken(DoyenError):
     """A fenced resource has seen the token of a later term and refused this one."""
+
+
+class StaleMap(DoyenError):
+    """A request was routed by an older map of shards than the owner's, and was not executed.
+    `generation` is the owner's."""
+
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation
 
 
 class StoreError(DoyenError):

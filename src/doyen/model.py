@@ -11,6 +11,9 @@ promises hold.
     elections/<name>/line/<ticket>           the line of candidates
     elections/<name>/mail/<attempt>          the notice to a successor
     locks/<name>/…                           the same for a lock
+    shards/<set>/at/<n>/leader               the same for a shard, without a line
+    shards/<set>/spec                        what is asked of a set of shards
+    shards/<set>/plan                        what its controller has decided
     members/<group>/<name>                   a member of a group
     published/<group>                        the list of members that a leader publishes
     config/<name>/current                    a configuration
@@ -58,16 +61,18 @@ __all__ = [
     "order_key",
     "published_key",
     "ready_key",
+    "shards_key",
 ]
 
 Version = Hashable
 """Opaque: compared for equality by the store that made it, never ordered."""
 
-Kind = Literal["elections", "locks"]
-"""What a name stands for. An election and a lock of the same name are independent of each other."""
+Kind = Literal["elections", "locks", "shards"]
+"""What a name stands for. An election and a lock of the same name are independent of each other.
+The name of a shard is that of its set, `/` and its number."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-LEADER: Mapping[Kind, str] = {"elections": "leader", "locks": "holder"}
-HAS: Mapping[Kind, str] = {"elections": "leads", "locks": "has"}
+LEADER: Mapping[Kind, str] = {"elections": "leader", "locks": "holder", "shards": "owner"}
+HAS: Mapping[Kind, str] = {"elections": "leads", "locks": "has", "shards": "owns"}
 """Words of messages."""
 
 CLAIM_BYTES = 64 * 1024
@@ -300,6 +305,11 @@ def key_segment(name: object, of: str = "an election") -> str:
 def _path(name: object, kind: Kind) -> str:
     if kind not in KINDS:
         raise ConfigError(f"kind is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+    if kind == "shards" and isinstance(name, str):
+        name, _, shard = name.rpartition("/")
+        if not shard.isdecimal():
+            raise ConfigError(f"a shard is the name of its set, / and its number, not {shard!r}")
+        return f"{kind}/{key_segment(name, 'a set of shards')}/at/{shard}"
     return f"{kind}/{key_segment(name)}"
 
 
@@ -316,12 +326,12 @@ def published_key(group: str) -> str:
 
 
 def described(name: str, kind: Kind) -> str:
-    """The name in messages, which say so if it is a lock's.
+    """The name in messages, which say so if it is not an election's.
 
     >>> described("billing", "elections"), described("migration", "locks")
     ("'billing'", "the lock 'migration'")
     """
-    return repr(name) if kind == "elections" else f"the lock {name!r}"
+    return repr(name) if kind == "elections" else f"the {kind.removesuffix('s')} {name!r}"
 
 
 def leader_key(name: str, kind: Kind = "elections") -> str:
@@ -354,3 +364,11 @@ def config_key(name: str, *parts: object) -> str:
     'config/billing/history/7'
     """
     return "/".join(["config", key_segment(name, "a configuration"), *map(str, parts)])
+
+
+def shards_key(name: str, part: Literal["at", "plan", "spec"]) -> str:
+    """
+    >>> shards_key("my jobs", "plan"), leader_key("my jobs/7", "shards")
+    ('shards/my%20jobs/plan', 'shards/my%20jobs/at/7/leader')
+    """
+    return f"shards/{key_segment(name, 'a set of shards')}/{part}"

@@ -37,6 +37,10 @@ from doyen.manage.members import (
     read_members,
 )
 from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
+from doyen.manage.shards.owner import OwnerSettings
+from doyen.manage.shards.routing import ShardMap, observe_map, read_map
+from doyen.manage.shards.scopes import OwnerOptions, Owning, ShardSet
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Published
 from doyen.stores.port import Store
 from doyen.term import Term
@@ -341,6 +345,52 @@ class Session:
             print(published.position, [member.name for member in published.members])
         """
         return self._observe(lambda core, deliver: observe_published(core, group, deliver))
+
+    def own_shards(
+        self,
+        shards: str,
+        body: ShardBody,
+        *,
+        prepare: Prepare | None = None,
+        **options: Unpack[OwnerOptions],
+    ) -> Owning:
+        """Own shards of a set for the duration of a scope, together with its other members.
+
+            async def body(term):
+                while True:
+                    await work(term.shard, fencing_token=term.token)
+
+            async with session.own_shards("jobs", body, name="server1"):
+                await stopped.wait()
+
+        `body` runs as a task of its own for each shard that this member owns, and is cancelled when
+        the member is to let go or has lost its lease. `prepare`, if given, is called with the
+        number of a shard before that is moved here from a live owner. Options: `name`, `weight`,
+        `zone`, `address`, `health`, `control`, `on_overrun`; each is explained at
+        `doyen.manage.shards.scopes.OwnerOptions`. The set is created by
+        `session.shards(shards).configure(count=…)`.
+        """
+        core, settings = self._opened, OwnerSettings(shards=shards, **options)
+        return Owning(core, settings, lambda: LoopBodies(core.runtime, body, prepare))
+
+    def shards(self, shards: str) -> ShardSet:
+        """The set of shards of this name: its map, and requests to change it."""
+        return ShardSet(self._opened, shards)
+
+    async def shard_map(self, shards: str) -> ShardMap:
+        """Who owns what in a set of shards, read from the store.
+
+        route = (await session.shard_map("jobs")).route("customer-17")
+        """
+        return await self._run(read_map, shards)
+
+    def observe_shards(self, shards: str) -> AsyncGenerator[ShardMap, None]:
+        """The map of a set of shards, then every change.
+
+        async for shard_map in session.observe_shards("jobs"):
+            print(shard_map.generation, shard_map.route("customer-17").address)
+        """
+        return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
 
     async def _observe(
         self, observe: Observing[T], kept: int = OBSERVED

@@ -22,7 +22,7 @@ from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
 from doyen.lease.keepalive import NEVER, Keepalive
-from doyen.model import Kind, Meta
+from doyen.model import HAS, Kind, Meta, described
 
 __all__ = ["Term", "TermState"]
 
@@ -82,7 +82,7 @@ class Term:
         publisher: Publisher | None = None,
     ) -> None:
         self.election = election
-        self._what = f"leads {election!r}" if kind == "elections" else f"has the lock {election!r}"
+        self._what = f"{HAS[kind]} {described(election, kind)}"
         self.name = name
         self.meta = meta
         self.token = token

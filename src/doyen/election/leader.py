@@ -42,8 +42,18 @@ LOOK_AFTER_S = 0.005
 class Leading:
     """The state of an attempt that leads."""
 
-    def __init__(self, attempt: Attempt, record: Entry) -> None:
-        """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile."""
+    def __init__(
+        self,
+        attempt: Attempt,
+        record: Entry,
+        *,
+        make_term: Callable[..., Term] = Term,
+        watched: bool = True,
+    ) -> None:
+        """Begin the term. Raises `LeaseGone` if the lease has expired meanwhile.
+
+        With `watched` false the caller looks after the record, and there are no orders.
+        """
         core, settings, keepalive = attempt.core, attempt.settings, attempt.keepalive
         if keepalive.lose_if_expired():
             raise LeaseGone("the lease expired while the record was being created")
@@ -55,7 +65,7 @@ class Leading:
         self.successor = ""
         """After an order to transfer: the key of the successor's ready marker, which is bound to
         the successor's lease."""
-        self.term = Term(
+        self.term = make_term(
             election=settings.election,
             kind=settings.kind,
             name=settings.name,
@@ -74,6 +84,8 @@ class Leading:
         if settings.member is not None:
             settings.member.on_eligibility(self, self._check_eligibility)
             self._check_eligibility()
+        if not watched:
+            return
         # Changes of the record between its creation and this line were not noticed, so the record
         # is read once, and watched from then on. The body begins before that.
         attempt.on_change = self._changed
@@ -125,8 +137,7 @@ class Leading:
                 elif order is not None:
                     if order.successor and order.rank is None:
                         self.successor = ready_marker_key(attempt, order.successor)
-                    self._order_reason = f"{order.by!r} ordered it to let go"
-                    term._lose(self._order_reason)
+                    self.let_go(f"{order.by!r} ordered it to let go")
                 elif not attempt.wakeup.woken:
                     break
         finally:
@@ -163,6 +174,11 @@ class Leading:
                     await asyncio.sleep(attempt.core.calls.retry_pause())
                 else:
                     term._lose(REMOVED)
+
+    def let_go(self, reason: str) -> None:
+        """End the term as ordered. The record is deleted when the body has ended."""
+        self._order_reason = reason
+        self.term._lose(reason)
 
     def _term_ended(self) -> None:
         """Any thread. A term whose body ended first is the business of `body_ended`."""

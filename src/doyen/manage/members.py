@@ -502,8 +502,8 @@ class Registration:
             self._joined.set_result(None)
         if self._refused:
             self._refused = ""
-            self._tell()
         if new:
+            self._tell()
             self.core.telemetry.emit(
                 Listed(
                     group=self.settings.group,

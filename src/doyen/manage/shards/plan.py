@@ -68,6 +68,8 @@ class ShardPlan:
     retry: int = 0
     rebalanced: int = 0
     """The values of the spec's `retry` and `rebalance` that were carried out."""
+    failures: int = 3
+    """The value of the spec's `failures`, for the owners."""
     note: str = ""
     """Why nothing is assigned, if nothing is."""
 
@@ -130,6 +132,7 @@ class ShardPlan:
             "aside": {str(shard): error for shard, error in sorted(self.aside.items())},
             "retry": self.retry,
             "rebalanced": self.rebalanced,
+            "failures": self.failures,
             "note": self.note,
         }
         return {name: value for name, value in body.items() if value or name in _ALWAYS}
@@ -177,6 +180,7 @@ class ShardPlan:
                 aside={int(shard): str(error) for shard, error in body.get("aside", {}).items()},
                 retry=int(body.get("retry", 0)),
                 rebalanced=int(body.get("rebalanced", 0)),
+                failures=int(body.get("failures", 3)),
                 note=str(body.get("note", "")),
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -13,10 +13,8 @@ In this order:
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 from doyen.manage.shards.plan import NO_MEMBER
@@ -34,7 +32,9 @@ class Eligible(NamedTuple):
 class Target(NamedTuple):
     """The load that a member should have."""
 
-    ideal: Fraction
+    share: int
+    """Its ideal load times `scale`."""
+    scale: int
     low: int
     high: int
 
@@ -45,17 +45,22 @@ def targets(
     """The target of each member if `free` shards are to be balanced. With `exact`, loads are within
     less than one of the ideal, else within one.
 
-    >>> targets(7, {"a": Eligible(), "b": Eligible(2.0)})["b"][1:]
-    (4, 5)
+    >>> targets(7, {"a": Eligible(), "b": Eligible(2.0)})["b"]
+    Target(share=14, scale=3, low=4, high=5)
     """
-    total = sum(Fraction(each.weight) for each in members.values())
+    ratios = {name: float(each.weight).as_integer_ratio() for name, each in members.items()}
+    common = max([1, *(denominator for _, denominator in ratios.values())])  # powers of two
+    weights = {name: above * common // below for name, (above, below) in ratios.items()}
+    scale = sum(weights.values())
     found = {}
-    for name, each in members.items():
-        ideal = free * Fraction(each.weight) / total
+    for name, weight in weights.items():
+        share = free * weight
+        below = share // scale
+        above = -(-share // scale)
         if exact:
-            found[name] = Target(ideal, math.floor(ideal), math.ceil(ideal))
+            found[name] = Target(share, scale, below, above)
         else:
-            found[name] = Target(ideal, max(0, math.ceil(ideal - 1)), math.floor(ideal + 1))
+            found[name] = Target(share, scale, max(0, above - 1), below + 1)
     return found
 
 
@@ -103,8 +108,8 @@ def choose_owners(
             homeless.append(shard)
     target = targets(len(homeless) + sum(load.values()), members, exact=exact)
 
-    def excess(name: str) -> Fraction:
-        return load[name] - target[name].ideal
+    def excess(name: str) -> int:
+        return load[name] * target[name].scale - target[name].share
 
     def shed(name: str) -> None:
         homeless.append(owned[name].pop())
@@ -137,7 +142,7 @@ def choose_owners(
             while (found := heapq.heappop(takers))[0] != excess(found[1]):
                 heapq.heappush(takers, (excess(found[1]), found[1]))
             taker = found[1]
-            heapq.heappush(takers, (excess(taker) + 1, taker))
+            heapq.heappush(takers, (excess(taker) + target[taker].scale, taker))
         needed -= load[taker] < target[taker].low
         owners[shard] = taker
         load[taker] += 1

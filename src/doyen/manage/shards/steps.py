@@ -135,6 +135,7 @@ class _Step:
             aside=self.aside,
             retry=self.spec.retry,
             rebalanced=rebalanced,
+            failures=self.spec.failures,
             note=note,
         )
 

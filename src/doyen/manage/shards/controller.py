@@ -1,0 +1,234 @@
+"""The controller of a set of shards: an elected leader that writes the plan.
+
+Every member of the set is a candidate. The one that is elected first rewrites the plan under its
+own token: from then on a write of its predecessor fails, because each write names the version that
+it replaces. Then it takes one step after another: read, compute the next plan, and write it if it
+differs. There is at most one write in `settle_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from doyen.election.attempt import Wakeup
+from doyen.election.candidate import Candidacy
+from doyen.election.core import SessionCore
+from doyen.election.options import CampaignSettings
+from doyen.errors import (
+    BadDocument,
+    ConfigError,
+    Conflict,
+    LeadershipLost,
+    OutcomeUnknown,
+    StaleToken,
+    StoreError,
+    StoreUnavailable,
+)
+from doyen.events.log_lines import log_line
+from doyen.manage.documents import Document, Versioned
+from doyen.manage.members import read_members
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
+from doyen.manage.shards.steps import SeenMember, next_plan
+from doyen.model import Claim, Member, leader_key, members_key, shards_key
+from doyen.stores.port import Watch
+from doyen.term import Term
+
+__all__ = ["Controller", "control", "group_of", "read_holders", "seen_members"]
+
+log = logging.getLogger("doyen")
+
+ASIDE_FROM = 500
+"""From this number of shards on, plans are computed on another thread."""
+TICK_S = 1.0
+"""How often to look at moves and members that are waited for if nothing changes."""
+GETS_AT_ONCE = 32
+"""More records than this are read by one list."""
+
+
+def group_of(name: str) -> str:
+    """The group of a set's members, which is also the name of the election of its controller."""
+    return f"shards/{name}"
+
+
+def seen_member(member: Member) -> SeenMember:
+    """What the entry of a member says. What is not as expected counts as not said."""
+    meta: Mapping[str, Any] = member.meta
+    try:
+        return SeenMember(
+            member.incarnation,
+            float(meta.get("weight", 1.0)) if member.state == "up" else 0.0,
+            str(meta.get("zone", "")),
+            str(meta.get("address", "")),
+            frozenset(map(int, meta.get("prepared", ()))),
+            {int(shard): str(error) for shard, error in meta.get("failed", {}).items()},
+            int(meta.get("retry", 0)),
+        )
+    except (TypeError, ValueError, AttributeError):
+        return SeenMember(member.incarnation, 0.0)
+
+
+async def seen_members(core: SessionCore, name: str) -> dict[str, SeenMember]:
+    """The live members of a set of shards. One that is not up has the weight 0."""
+    roster = await read_members(core, group_of(name))
+    return {each.name: seen_member(each) for each in roster.members.values()}
+
+
+async def read_holders(core: SessionCore, name: str) -> dict[int, str]:
+    """Who holds the leader record of each shard that has one."""
+    prefix = shards_key(name, "at")
+    holders = {}
+    for entry in await core.call(core.store.list(prefix)):
+        shard, _, rest = entry.key[len(prefix) + 1 :].partition("/")
+        if rest == "leader" and shard.isdecimal():
+            holders[int(shard)] = Claim.decode(entry.value).name
+    return holders
+
+
+class Controller:
+    """One term of a controller. Used on doyen's loop."""
+
+    def __init__(self, core: SessionCore, name: str, term: Term) -> None:
+        self._core = core
+        self._name = name
+        self._term = term
+        self._spec = Document(core.calls, shards_key(name, "spec"))
+        self._plan = Document(core.calls, shards_key(name, "plan"))
+        self._wakeup = Wakeup()
+        self._watches: dict[str, Watch] = {}
+        self._known: Versioned | None = None
+        """The plan that this controller has written."""
+        self._current = ShardPlan()
+        """The plan that follows from it."""
+        self._stepped_at = 0.0
+
+    async def run(self) -> None:
+        """Control until the term is over."""
+        calls = self._core.calls
+        try:
+            while True:
+                try:
+                    if self._known is None:
+                        await self._take_over()
+                    pause_s = await self._step()
+                except (Conflict, StoreUnavailable, OutcomeUnknown) as error:
+                    log.debug("%s", log_line(event="plan_unwritten", set=self._name, error=error))
+                    self._known = None
+                    pause_s = calls.retry_pause()
+                except BadDocument as error:
+                    log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
+                    pause_s = calls.timing.ttl_s
+                await asyncio.sleep(pause_s)
+        finally:
+            for watch in self._watches.values():
+                watch.close()
+
+    async def _take_over(self) -> None:
+        """Rewrite the plan under this term's token, whatever it says."""
+        known = await self._plan.read()
+        self._current = ShardPlan() if known is None else ShardPlan.decode(known.body)
+        self._stepped_at = self._core.runtime.clock.now()
+        if known is None and await self._spec.read() is None:
+            return
+        await self._write(known)
+
+    async def _write(self, expect: Versioned | None) -> None:
+        self._term.check()
+        body = self._current.encode()
+        if (size := len(json.dumps(body, separators=(",", ":")))) > PLAN_BYTES:
+            raise ConfigError(
+                f"the plan of {self._name!r} would take {size} bytes, more than {PLAN_BYTES}: use"
+                " fewer shards or standbys, or shorter names and addresses"
+            )
+        self._known = await self._plan.write(body, expect=expect, token=self._term.token)
+
+    async def _step(self) -> float:
+        """Take one step, and return for how long to wait before the next."""
+        core = self._core
+        for scope in (
+            self._spec.key,
+            members_key(group_of(self._name)),
+            shards_key(self._name, "at"),
+        ):
+            if scope not in self._watches:
+                watching = core.store.watch(scope, self._wakeup.wake)
+                self._watches[scope] = await core.call(watching)
+        self._wakeup.woken = False
+        asked = await self._spec.read()
+        if asked is None:
+            await self._wakeup.sleep(math.inf)
+            return 0.0
+        spec = ShardSpec.decode(asked.body)
+        members = await seen_members(core, self._name)
+        records = await self._records()
+        now = core.runtime.clock.now()
+        compute = partial(next_plan, spec, self._current, members, records, now - self._stepped_at)
+        if spec.count < ASIDE_FROM:
+            plan = compute()
+        else:
+            plan = await core.runtime.aside(compute, lambda _: None)
+        self._stepped_at = now
+        changed = plan.significant() != self._current.significant()
+        self._current = plan
+        if changed or self._known is None:
+            await self._write(self._known)
+        if changed and not plan.open:
+            return spec.settle_s  # perhaps no record stands already
+        waits = bool(plan.moves or plan.grace or not plan.open)
+        await self._wakeup.sleep(asyncio.get_running_loop().time() + TICK_S if waits else math.inf)
+        return spec.settle_s
+
+    async def _records(self) -> dict[int, str]:
+        """The holders of the records that the next step depends on."""
+        core, plan = self._core, self._current
+        if not plan.open or len(plan.moves) > GETS_AT_ONCE:
+            return await read_holders(core, self._name)
+        shards = list(plan.moves)
+        entries = await asyncio.gather(
+            *(
+                core.call(core.store.get(leader_key(f"{self._name}/{shard}", "shards")))
+                for shard in shards
+            )
+        )
+        return {
+            shard: Claim.decode(entry.value).name
+            for shard, entry in zip(shards, entries, strict=True)
+            if entry is not None
+        }
+
+
+async def control(core: SessionCore, name: str, member: str) -> None:
+    """Be a candidate for the controller of a set, and control in each term, until cancelled."""
+    settings = CampaignSettings(election=group_of(name), name=member)
+    while True:
+        candidacy = Candidacy(core, settings)
+        try:
+            term = await candidacy.win()
+            await _control(Controller(core, name, term), term)
+        except (StaleToken, LeadershipLost) as error:
+            log.debug("%s", log_line(event="controller_ended", set=name, error=error))
+        except (StoreError, ConfigError) as error:
+            log.warning("%s", log_line(event="controller_failed", set=name, error=error))
+            await asyncio.sleep(core.calls.timing.ttl_s)
+        finally:
+            core.runtime.start(candidacy.leave())
+
+
+async def _control(controller: Controller, term: Term) -> None:
+    """Run a controller until it fails or its term is over. It has ended when this returns."""
+    controlling = asyncio.ensure_future(controller.run())
+    over = asyncio.ensure_future(term.lost())
+    try:
+        await asyncio.wait({controlling, over}, return_when=asyncio.FIRST_COMPLETED)
+        if controlling.done():
+            controlling.result()
+    finally:
+        for task in (controlling, over):
+            task.cancel()
+        await asyncio.gather(controlling, over, return_exceptions=True)

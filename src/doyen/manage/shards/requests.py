@@ -1,0 +1,247 @@
+"""What people ask of a set of shards: changes of its spec, and waiting until they are done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from doyen.election.core import SessionCore
+from doyen.errors import ConfigError, Conflict, OrderFailed
+from doyen.manage.documents import Document, Versioned
+from doyen.manage.shards.controller import read_holders, seen_members
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.planner import choose_owners
+from doyen.manage.shards.routing import ShardMap, map_of
+from doyen.manage.shards.spec import ShardSpec
+from doyen.manage.shards.steps import SeenMember, eligible
+from doyen.model import shards_key
+
+__all__ = [
+    "PlannedMove",
+    "change_spec",
+    "configure",
+    "drain",
+    "move",
+    "read_spec",
+    "rebalance",
+    "retry",
+]
+
+
+class PlannedMove(NamedTuple):
+    """A move that a rebalance would make."""
+
+    shard: int
+    owner: str
+    to: str
+
+
+def _document(core: SessionCore, name: str) -> Document:
+    return Document(core.calls, shards_key(name, "spec"))
+
+
+def _decoded(name: str, version: Versioned | None) -> ShardSpec:
+    if version is None:
+        raise OrderFailed(
+            f"there is no set of shards {name!r}: create it with its number of shards first"
+        )
+    return ShardSpec.decode(version.body)
+
+
+async def read_spec(core: SessionCore, name: str) -> ShardSpec | None:
+    """The spec; None if there is none."""
+    version = await _document(core, name).read()
+    return None if version is None else _decoded(name, version)
+
+
+async def configure(core: SessionCore, name: str, **changes: Any) -> ShardSpec:
+    """Change fields of the spec, or create it: then `count` has to be among them."""
+
+    def change(spec: ShardSpec | None) -> ShardSpec:
+        if spec is not None:
+            return spec.change(**changes)
+        if "count" not in changes:
+            _decoded(name, None)
+        return ShardSpec(count=changes["count"]).change(**changes)
+
+    return await change_spec(core, name, change)
+
+
+async def change_spec(
+    core: SessionCore, name: str, change: Callable[[ShardSpec | None], ShardSpec]
+) -> ShardSpec:
+    """Replace the spec by compare-and-set, again if another has changed it meanwhile."""
+    document = _document(core, name)
+    while True:
+        version = await document.read()
+        before = None if version is None else _decoded(name, version)
+        spec = change(before)
+        if spec == before:
+            return spec
+        try:
+            await document.write(spec.encode(), expect=version)
+            return spec
+        except Conflict:
+            continue
+
+
+async def move(
+    core: SessionCore, name: str, shard: int, to: str | None, *, wait_s: float = 60.0
+) -> ShardMap:
+    """Give a shard a preferred owner, and wait until it owns the shard; with None, remove the
+    preference."""
+
+    def change(spec: ShardSpec | None) -> ShardSpec:
+        if spec is None:
+            return _decoded(name, None)
+        if not 0 <= shard < spec.count:
+            raise ConfigError(f"{name!r} has the shards 0 to {spec.count - 1}, not {shard}")
+        pins = {n: owner for n, owner in spec.pins.items() if n != shard}
+        return spec.change(pins=pins if to is None else {**pins, shard: to})
+
+    if to is not None:
+        spec = _decoded(name, await _document(core, name).read())
+        members = await seen_members(core, name)
+        if to not in eligible(spec, members):
+            why = "its weight is 0" if to in members else "it is not a live member"
+            raise OrderFailed(f"{to!r} cannot own shards of {name!r}: {why}")
+    await change_spec(core, name, change)
+    if to is None:
+        return await _wait(core, name, lambda _map, _holders: "", wait_s)
+
+    def missing(seen: ShardMap, holders: dict[int, str]) -> str:
+        if shard < seen.count and seen.owners[shard] == to == holders.get(shard):
+            return ""
+        owner = holders.get(shard)
+        return f"shard {shard} is owned by {owner!r}" if owner else f"shard {shard} has no owner"
+
+    return await _wait(core, name, missing, wait_s)
+
+
+async def drain(
+    core: SessionCore,
+    name: str,
+    member: str,
+    *,
+    undo: bool = False,
+    anyway: bool = False,
+    wait_s: float = 60.0,
+) -> ShardMap:
+    """Give a member the weight 0, and wait until it owns nothing.
+
+    Fails, before anything is changed, if no other member could take its shards. With `anyway` the
+    weight is changed nevertheless, and nothing is waited for: the member keeps what no other can
+    take. With `undo` the member has the weight again that it states itself.
+    """
+
+    def change(spec: ShardSpec | None) -> ShardSpec:
+        if spec is None:
+            return _decoded(name, None)
+        weights = {who: weight for who, weight in spec.weights.items() if who != member}
+        return spec.change(weights=weights if undo else {**weights, member: 0})
+
+    if not undo and not anyway:
+        spec = _decoded(name, await _document(core, name).read())
+        members = await seen_members(core, name)
+        if not set(eligible(spec, members)) - {member}:
+            raise OrderFailed(
+                f"{member!r} cannot be drained, because no other member could own the shards of"
+                f" {name!r}: {_why_not(spec, members, member)}. Start another member, or drain it"
+                " anyway"
+            )
+    await change_spec(core, name, change)
+    if undo or anyway:
+        return await _wait(core, name, lambda _map, _holders: "", wait_s)
+
+    def missing(seen: ShardMap, holders: dict[int, str]) -> str:
+        left = len([owner for owner in holders.values() if owner == member])
+        planned = len(seen.owned_by(member))
+        if not left and not planned:
+            return ""
+        return f"{member!r} still owns {max(left, planned)} shards" + (
+            f"; {seen.note}" if seen.note else ""
+        )
+
+    return await _wait(core, name, missing, wait_s)
+
+
+def _why_not(spec: ShardSpec, members: dict[str, SeenMember], member: str) -> str:
+    others = [name for name in sorted(members) if name != member]
+    drained = [name for name in others if spec.weights.get(name) == 0]
+    unfit = [name for name in others if name not in drained]
+    reasons = [] if others else ["there is no other member"]
+    reasons += [f"drained: {', '.join(drained)}"] if drained else []
+    reasons += [f"unhealthy or of weight 0: {', '.join(unfit)}"] if unfit else []
+    return "; ".join(reasons)
+
+
+async def _wait(
+    core: SessionCore,
+    name: str,
+    missing: Callable[[ShardMap, dict[int, str]], str],
+    wait_s: float,
+) -> ShardMap:
+    """Wait until nothing is missing, and return the map. `OrderFailed` after `wait_s`."""
+    changed = asyncio.Event()
+    left = "the store did not answer"
+    plan = Document(core.calls, shards_key(name, "plan"))
+    scopes = (plan.key, shards_key(name, "at"))
+    watches = [await core.call(core.store.watch(scope, changed.set)) for scope in scopes]
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                changed.clear()
+                seen = map_of(name, await plan.read())
+                if not (left := missing(seen, await read_holders(core, name))):
+                    return seen
+                await changed.wait()
+    except TimeoutError:
+        raise OrderFailed(f"{left}, after {wait_s:g} s; it goes on without this command") from None
+    finally:
+        for watch in watches:
+            watch.close()
+
+
+async def planned_moves(core: SessionCore, name: str) -> list[PlannedMove]:
+    """The moves that would make loads as equal as possible now."""
+    spec = _decoded(name, await _document(core, name).read())
+    version = await Document(core.calls, shards_key(name, "plan")).read()
+    plan = ShardPlan() if version is None else ShardPlan.decode(version.body)
+    reached = [
+        plan.moves[shard].to if shard in plan.moves else owner
+        for shard, owner in enumerate(plan.owners)
+    ]
+    wanted = choose_owners(
+        reached,
+        eligible(spec, await seen_members(core, name)),
+        pins=spec.pins,
+        banned=plan.failed,
+        kept={*plan.aside, *(n for n, owner in enumerate(reached) if owner in plan.grace)},
+        standbys=plan.standbys,
+        exact=True,
+    )
+    return [
+        PlannedMove(shard, owner, to)
+        for shard, (owner, to) in enumerate(zip(reached, wanted, strict=True))
+        if owner != to
+    ]
+
+
+async def rebalance(core: SessionCore, name: str, *, dry_run: bool = False) -> list[PlannedMove]:
+    """Have loads made as equal as possible. Returns the moves that this takes."""
+    moves = await planned_moves(core, name)
+    if moves and not dry_run:
+        await change_spec(core, name, lambda spec: _raised(name, spec, "rebalance"))
+    return moves
+
+
+async def retry(core: SessionCore, name: str) -> ShardSpec:
+    """Try shards again that were set aside."""
+    return await change_spec(core, name, lambda spec: _raised(name, spec, "retry"))
+
+
+def _raised(name: str, spec: ShardSpec | None, counter: str) -> ShardSpec:
+    if spec is None:
+        return _decoded(name, None)
+    return spec.change(**{counter: getattr(spec, counter) + 1})

@@ -1,0 +1,274 @@
+"""Shards as users see them: the scope of an owner, and the requests to a set.
+
+These classes are the bridges from the caller's loop or thread to doyen's loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypedDict, TypeVar
+
+from doyen.election.core import SessionCore
+from doyen.election.options import OnOverrun
+from doyen.errors import SessionClosed, StaleMap
+from doyen.lease.runtime import ThreadRuntime
+from doyen.manage.members import HealthCheck
+from doyen.manage.shards import requests
+from doyen.manage.shards.owner import Bodies, OwnerSettings, ShardOwner, ShardTerm
+from doyen.manage.shards.routing import ShardMap, read_map
+from doyen.manage.shards.spec import ShardSpec
+
+__all__ = [
+    "BlockingOwning",
+    "BlockingShardSet",
+    "OwnedShards",
+    "OwnerOptions",
+    "Owning",
+    "ShardSet",
+]
+
+T = TypeVar("T")
+
+
+class OwnerOptions(TypedDict, total=False):
+    """The options of a member that owns shards."""
+
+    name: str
+    """Name of the member, unique in the set. Default: host name and process id."""
+    weight: float
+    """Its share of the shards in relation to the weights of the others. Default 1."""
+    zone: str
+    """Where it runs. Standbys of a shard are in other zones than its owner."""
+    address: str
+    """Where clients reach it; part of the map."""
+    health: HealthCheck
+    """As for `Session.member`. An unhealthy member gets no shards, and its own are moved."""
+    control: bool
+    """Whether this member may be the controller of the set. Default True."""
+    on_overrun: OnOverrun
+    """What to do if a body has not ended within its stop budget after a loss; as for a campaign."""
+
+
+class OwnedShards:
+    """The shards that this process owns. Any thread."""
+
+    def __init__(self, owner: ShardOwner) -> None:
+        self._owner = owner
+
+    def __repr__(self) -> str:
+        return f"<OwnedShards of {self.name!r} in {self._owner.settings.shards!r}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the member."""
+        return self._owner.settings.name
+
+    @property
+    def terms(self) -> dict[int, ShardTerm]:
+        """The terms of the shards whose body runs, by number."""
+        return self._owner.terms
+
+    @property
+    def generation(self) -> int:
+        """The generation of the plan that this process knows."""
+        return self._owner.plan.generation
+
+    def check_route(self, shard: int, generation: int) -> ShardTerm:
+        """The term of a shard, for a request that a client routed by a map of `generation`.
+
+        Raises `StaleMap`, which has the current generation, if the client's map is of an earlier
+        one or this process does not own the shard: the client should read the map again.
+        """
+        term = self.terms.get(shard)
+        current = self.generation
+        if term is None or not term.valid or generation != current:
+            because = (
+                f"the map is of generation {generation}, and the current one is {current}"
+                if generation != current
+                else f"{self.name!r} does not own shard {shard}"
+            )
+            raise StaleMap(f"the request was not executed: {because}; read the map again", current)
+        return term
+
+
+class Owning:
+    """Ownership of shards as a scope. Made by `Session.own_shards`."""
+
+    def __init__(
+        self, core: SessionCore, settings: OwnerSettings, bodies: Callable[[], Bodies]
+    ) -> None:
+        self._core = core
+        self._settings = settings
+        self._bodies = bodies
+        self._owner: ShardOwner | None = None
+
+    def _new_owner(self) -> ShardOwner:
+        if self._owner is not None:
+            raise SessionClosed("the scope of shards is entered once; make another")
+        self._core.check_open()
+        self._owner = ShardOwner(self._core, self._settings, self._bodies())
+        return self._owner
+
+    async def __aenter__(self) -> OwnedShards:
+        owner, runtime = self._new_owner(), self._core.runtime
+        runtime.retain()
+        try:
+            await runtime.do(self._core.run(owner.join))
+        except BaseException:
+            runtime.start(owner.leave())
+            runtime.release()
+            raise
+        return OwnedShards(owner)
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._owner is not None
+        try:
+            if self._core.runtime.pid == os.getpid():
+                await self._core.runtime.finish(self._owner.leave())
+        finally:
+            self._core.runtime.release()
+
+
+class BlockingOwning(Owning):
+    """Ownership of shards as a scope. Made by `BlockingSession.own_shards`."""
+
+    def __enter__(self) -> OwnedShards:
+        owner, runtime = self._new_owner(), self._core.runtime
+        assert isinstance(runtime, ThreadRuntime)
+        runtime.retain()
+        try:
+            runtime.do_blocking(self._core.run(owner.join))
+        except BaseException:
+            runtime.finish_blocking(owner.leave())
+            runtime.release()
+            raise
+        return OwnedShards(owner)
+
+    def __exit__(self, *_: object) -> None:
+        runtime = self._core.runtime
+        assert self._owner is not None
+        assert isinstance(runtime, ThreadRuntime)
+        try:
+            if runtime.pid == os.getpid():
+                runtime.finish_blocking(self._owner.leave())
+        finally:
+            runtime.release()
+
+
+class ShardSet:
+    """Requests to a set of shards. Made by `Session.shards`."""
+
+    def __init__(self, core: SessionCore, name: str) -> None:
+        self._core = core
+        self.name = name
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._core.check_open()
+        return await self._core.runtime.do(self._core.run(work))
+
+    async def map(self) -> ShardMap:
+        """Who owns what, read from the store."""
+        return await self._run(partial(read_map, self._core, self.name))
+
+    async def spec(self) -> ShardSpec | None:
+        """What is asked of the set; None if it does not exist."""
+        return await self._run(partial(requests.read_spec, self._core, self.name))
+
+    async def configure(self, **changes: Any) -> ShardSpec:
+        """Change what is asked of the set, or create it with `count`. The fields are those of
+        `doyen.manage.shards.spec.ShardSpec`. Returns when the change is stored; the controller
+        carries it out.
+
+            await session.shards("jobs").configure(count=64, standbys=1)
+        """
+        return await self._run(partial(requests.configure, self._core, self.name, **changes))
+
+    async def move(self, shard: int, *, to: str | None, wait_s: float = 60.0) -> ShardMap:
+        """Make `to` the preferred owner of a shard, and return once it owns the shard. With None
+        the shard has no preferred owner any more. `OrderFailed` after `wait_s`."""
+        return await self._run(
+            partial(requests.move, self._core, self.name, shard, to, wait_s=wait_s)
+        )
+
+    async def drain(
+        self, member: str, *, undo: bool = False, anyway: bool = False, wait_s: float = 60.0
+    ) -> ShardMap:
+        """Give a member the weight 0, and return once it owns nothing.
+
+        `OrderFailed` if no other member could own its shards, or after `wait_s`. With `anyway` the
+        weight is changed without that check and without waiting. `undo` restores the weight.
+        """
+        return await self._run(
+            partial(
+                requests.drain,
+                self._core,
+                self.name,
+                member,
+                undo=undo,
+                anyway=anyway,
+                wait_s=wait_s,
+            )
+        )
+
+    async def rebalance(self, *, dry_run: bool = False) -> list[requests.PlannedMove]:
+        """Have loads made as equal as possible. Returns the moves that this takes now."""
+        return await self._run(partial(requests.rebalance, self._core, self.name, dry_run=dry_run))
+
+    async def retry(self) -> ShardSpec:
+        """Try shards again that were set aside because their bodies failed."""
+        return await self._run(partial(requests.retry, self._core, self.name))
+
+
+class BlockingShardSet:
+    """Requests to a set of shards. Made by `BlockingSession.shards`; see `ShardSet`."""
+
+    def __init__(self, core: SessionCore, name: str) -> None:
+        self._core = core
+        self.name = name
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._core.check_open()
+        assert isinstance(self._core.runtime, ThreadRuntime)
+        return self._core.runtime.do_blocking(self._core.run(work))
+
+    def map(self) -> ShardMap:
+        """Who owns what, read from the store."""
+        return self._run(partial(read_map, self._core, self.name))
+
+    def spec(self) -> ShardSpec | None:
+        """What is asked of the set; None if it does not exist."""
+        return self._run(partial(requests.read_spec, self._core, self.name))
+
+    def configure(self, **changes: Any) -> ShardSpec:
+        """Change what is asked of the set, or create it with `count`."""
+        return self._run(partial(requests.configure, self._core, self.name, **changes))
+
+    def move(self, shard: int, *, to: str | None, wait_s: float = 60.0) -> ShardMap:
+        """Make `to` the preferred owner of a shard, and return once it owns the shard."""
+        return self._run(partial(requests.move, self._core, self.name, shard, to, wait_s=wait_s))
+
+    def drain(
+        self, member: str, *, undo: bool = False, anyway: bool = False, wait_s: float = 60.0
+    ) -> ShardMap:
+        """Give a member the weight 0, and return once it owns nothing."""
+        return self._run(
+            partial(
+                requests.drain,
+                self._core,
+                self.name,
+                member,
+                undo=undo,
+                anyway=anyway,
+                wait_s=wait_s,
+            )
+        )
+
+    def rebalance(self, *, dry_run: bool = False) -> list[requests.PlannedMove]:
+        """Have loads made as equal as possible. Returns the moves that this takes now."""
+        return self._run(partial(requests.rebalance, self._core, self.name, dry_run=dry_run))
+
+    def retry(self) -> ShardSpec:
+        """Try shards again that were set aside because their bodies failed."""
+        return self._run(partial(requests.retry, self._core, self.name))

@@ -1,0 +1,142 @@
+"""Mutants of shards: each breaks one rule, which the oracle must detect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from doyen.errors import Conflict
+from doyen.manage.shards import controller, steps
+from doyen.manage.shards.controller import Controller
+from doyen.manage.shards.owner import ShardOwner, Slot, Stage
+from doyen.manage.shards.plan import ShardPlan
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def unread(patch: pytest.MonkeyPatch) -> None:
+    """An owner does not read the plan again after winning."""
+    read = ShardOwner._read_plan
+    confirm = ShardOwner._confirm
+
+    async def skip(self: ShardOwner) -> None:
+        return
+
+    async def without_reading(self: ShardOwner) -> None:
+        self._read_plan = skip.__get__(self)  # type: ignore[method-assign]
+        try:
+            await confirm(self)
+        finally:
+            self._read_plan = read.__get__(self)  # type: ignore[method-assign]
+
+    patch.setattr(ShardOwner, "_confirm", without_reading)
+
+
+def released_early(patch: pytest.MonkeyPatch) -> None:
+    """An owner deletes its record when its term is over, while the body still runs."""
+    release = ShardOwner._release
+
+    def hasty(self: ShardOwner, slot: Slot, reason: str) -> None:
+        running = slot.stage is Stage.RUNNING
+        release(self, slot, reason)
+        if running and slot.attempt is not None:
+            slot.attempt.leave()
+
+    patch.setattr(ShardOwner, "_release", hasty)
+
+
+def two_bodies(patch: pytest.MonkeyPatch) -> None:
+    """An owner forgets a shard whose body is still ending, and claims it again."""
+    release = ShardOwner._release
+
+    def hasty(self: ShardOwner, slot: Slot, reason: str) -> None:
+        release(self, slot, reason)
+        if slot.stage is Stage.ENDING:
+            self.slots.pop(slot.shard, None)
+
+    patch.setattr(ShardOwner, "_release", hasty)
+    patch.setattr(
+        ShardOwner,
+        "_gone",
+        lambda self, slot: (self.slots.pop(slot.shard, None), self._look_again()),
+    )
+
+
+def unclaimed(patch: pytest.MonkeyPatch) -> None:
+    """An owner runs a shard without having created its record."""
+    from doyen.election.attempt import Attempt
+
+    patch.setattr(Attempt, "is_mine", lambda self, entry: True)
+
+
+def moves_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A controller forgets at each step which moves are under way."""
+    step = steps.next_plan
+
+    def forget(spec: Any, plan: ShardPlan, *rest: Any) -> ShardPlan:
+        return step(spec, replace(plan, moves={}), *rest)
+
+    patch.setattr(controller, "next_plan", forget)
+
+
+def grace_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A controller begins grace anew."""
+    step = steps.next_plan
+
+    def forget(spec: Any, plan: ShardPlan, *rest: Any) -> ShardPlan:
+        return step(spec, replace(plan, grace={}), *rest)
+
+    patch.setattr(controller, "next_plan", forget)
+
+
+def moved_too_much(patch: pytest.MonkeyPatch) -> None:
+    """The planner assigns everything anew."""
+
+    def anew(current: list[str], members: Any, **_: Any) -> list[str]:
+        names = sorted(members)
+        return [names[shard % len(names)] for shard in range(len(current))]
+
+    patch.setattr(steps, "choose_owners", anew)
+
+
+def one_phase(patch: pytest.MonkeyPatch) -> None:
+    """A new owner claims without being ready, and the old one does not let go."""
+    patch.setattr(ShardOwner, "_is_ready", lambda self, move: move.to == self.settings.name)
+
+
+def barrier_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A controller opens the next generation although records stand."""
+    step = steps.next_plan
+
+    def hasty(spec: Any, plan: ShardPlan, members: Any, records: Any, elapsed_s: float) -> Any:
+        return step(spec, plan, members, {} if not plan.open else records, elapsed_s)
+
+    patch.setattr(controller, "next_plan", hasty)
+
+
+def untokened(patch: pytest.MonkeyPatch) -> None:
+    """A controller writes over whatever is there, with the token it finds."""
+
+    async def over(self: Controller, expect: Any) -> None:
+        while True:
+            expect = await self._plan.read()
+            try:
+                body, token = self._current.encode(), expect.token if expect else 0
+                self._known = await self._plan.write(body, expect=expect, token=token)
+                return
+            except Conflict:
+                continue
+
+    patch.setattr(Controller, "_write", over)
+
+
+def never_looks(patch: pytest.MonkeyPatch) -> None:
+    """An owner that waits for a record does not notice that it has gone."""
+
+    async def ignore(self: ShardOwner) -> None:
+        self._stale["at"] = False
+
+    patch.setattr(ShardOwner, "_look_at_records", ignore)

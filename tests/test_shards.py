@@ -1,0 +1,583 @@
+"""Sets of shards in virtual time: members, the controller, moves, and what people ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from doyen import ConfigError, OrderFailed, Session
+from doyen.errors import NameTaken, StaleMap
+from doyen.manage.documents import Versioned
+from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.routing import ShardMap
+from doyen.manage.shards.scopes import OwnedShards
+from doyen.model import Claim, members_key, shards_key
+from doyen.stores.memory import MemoryStore
+from doyen.testing.faults import Faults, Late
+from mutants_shards import unread
+from support import TTL_S, Place, keepalive_of, now, until, virtual
+
+
+class Jobs:
+    """Members of the set `jobs` and what they run."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.running: dict[int, ShardTerm] = {}
+        self.log: list[tuple[str, int]] = []
+        self.ending_s = 0.0
+        self.body: Callable[[ShardTerm], Any] = self.forever
+
+    async def forever(self, term: ShardTerm) -> None:
+        assert term.shard not in self.running, "two bodies of one shard"
+        self.running[term.shard] = term
+        self.log.append((term.name, term.shard))
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            while True:
+                try:
+                    await asyncio.sleep(self.ending_s)
+                    break
+                except asyncio.CancelledError:
+                    continue
+            del self.running[term.shard]
+
+    def owners(self) -> dict[int, str]:
+        return {shard: term.name for shard, term in self.running.items() if term.valid}
+
+    def loads(self) -> dict[str, int]:
+        names = list(self.owners().values())
+        return {name: names.count(name) for name in sorted(set(names))}
+
+    def records(self) -> dict[int, str]:
+        entries = self.place.server.list(shards_key("jobs", "at"))
+        return {int(each.key.split("/")[3]): Claim.decode(each.value).name for each in entries}
+
+    def plan(self) -> ShardPlan:
+        entry = self.place.server.get(shards_key("jobs", "plan"))
+        assert entry is not None
+        return ShardPlan.decode(Versioned.decode(entry).body)
+
+    async def create(self, count: int = 6, **spec: Any) -> Session:
+        session = await self.place.open()
+        await session.shards("jobs").configure(count=count, **spec)
+        return session
+
+    async def join(
+        self, name: str, faults: Faults | None = None, **options: Any
+    ) -> tuple[Session, OwnedShards]:
+        session = await self.place.open(faults)
+        scope = session.own_shards("jobs", self.body, name=name, **options)
+        return session, await self.place.sessions.enter_async_context(scope)
+
+    @asynccontextmanager
+    async def member(self, name: str, **options: Any) -> AsyncIterator[OwnedShards]:
+        async with (
+            self.place.session() as session,
+            session.own_shards("jobs", self.body, name=name, **options) as owned,
+        ):
+            yield owned
+
+    async def settled(self, count: int = 6, within_s: float = 30.0) -> None:
+        """The controller knows all members, every shard runs, and no move is under way."""
+        listed = members_key("shards/jobs")
+        await until(
+            lambda: (
+                len(self.owners()) == count
+                and len(self.plan().members) == len(self.place.server.list(listed))
+                and not self.plan().moves
+                and self.owners() == dict(enumerate(self.plan().owners))
+            ),
+            within_s,
+        )
+
+
+@virtual
+async def test_shards_are_shared_out_and_run(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(6)
+    _, first = await jobs.join("a")
+    await jobs.settled()
+    assert jobs.loads() == {"a": 6}
+    await jobs.join("b")
+    await jobs.settled()
+    assert jobs.loads() == {"a": 4, "b": 2}
+    assert sorted(first.terms) == [n for n, name in jobs.owners().items() if name == "a"]
+    term = jobs.running[0]
+    assert (term.shards, term.shard, term.generation) == ("jobs", 0, 1)
+    assert term.valid
+
+
+@virtual
+async def test_a_move_starts_the_new_owner_when_the_old_one_has_ended(place: Place) -> None:
+    jobs = Jobs(place)
+    jobs.ending_s = 3.0
+    session = await jobs.create(2)
+    await jobs.join("a")
+    await jobs.settled(2)
+    await jobs.join("b")
+    token = jobs.running[1].token
+    began = now()
+    await session.shards("jobs").move(1, to="b")
+    assert now() - began >= 3.0
+    assert jobs.owners() == {0: "a", 1: "b"}
+    assert jobs.running[1].token > token
+    assert jobs.plan().owners[1] == "b"
+
+
+@virtual
+async def test_prepare_runs_before_the_old_owner_ends(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(2)
+    prepared: list[int] = []
+
+    async def prepare(shard: int) -> None:
+        await asyncio.sleep(5.0)
+        assert jobs.owners()[shard] == "a", "it ended too early"
+        prepared.append(shard)
+
+    await jobs.join("a")
+    await jobs.settled(2)
+    await jobs.join("b", prepare=prepare)
+    await session.shards("jobs").move(0, to="b")
+    assert prepared == [0]
+
+
+@virtual
+async def test_preparing_for_too_long_leaves_the_shard_where_it_is(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(2, prepare_s=5.0)
+
+    async def prepare(shard: int) -> None:
+        await asyncio.sleep(1000.0)
+
+    await jobs.join("a")
+    await jobs.settled(2)
+    await jobs.join("b", prepare=prepare)
+    with pytest.raises(OrderFailed, match="shard 0 is owned by 'a', after 20 s"):
+        await session.shards("jobs").move(0, to="b", wait_s=20.0)
+    assert jobs.owners() == {0: "a", 1: "a"}
+    assert not jobs.plan().moves
+    assert jobs.plan().failed[0] == ("b",)
+
+
+@virtual
+async def test_a_death_moves_only_the_shards_of_the_dead(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(30)
+    await jobs.join("a")
+    await jobs.join("b")
+    faults = Faults()
+    await jobs.join("c", faults)
+    await jobs.settled(30)
+    before = jobs.owners()
+    faults.cut()
+    began = now()
+    await until(lambda: set(jobs.owners().values()) == {"a", "b"} and len(jobs.owners()) == 30)
+    assert now() - began < TTL_S + 1.0
+    assert all(jobs.owners()[n] == name for n, name in before.items() if name != "c")
+    faults.heal()
+    await until(lambda: jobs.loads().get("c", 0) >= 9)
+    await jobs.settled(30)
+
+
+@virtual
+async def test_a_lease_that_ends_costs_all_terms_and_nothing_else(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(4)
+    session, _ = await jobs.join("a")
+    await jobs.settled(4)
+    tokens = {shard: term.token for shard, term in jobs.running.items()}
+    place.end_lease(session)
+    await until(
+        lambda: jobs.running and all(jobs.running[n].token > tokens[n] for n in jobs.running)
+    )
+    await jobs.settled(4)
+
+
+@virtual
+async def test_leaving_the_scope_ends_the_bodies_and_hands_over(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(4)
+    async with jobs.member("a"):
+        await jobs.join("b")
+        await until(lambda: jobs.loads() == {"a": 3, "b": 1} or jobs.loads() == {"a": 2, "b": 2})
+    assert "a" not in jobs.owners().values()
+    await jobs.settled(4)
+    assert jobs.loads() == {"b": 4}
+
+
+@virtual
+async def test_a_name_that_is_taken_is_refused(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(4)
+    await jobs.join("a")
+    with pytest.raises(NameTaken, match="the name 'a'"):
+        await jobs.join("a")
+    await jobs.settled(4)
+
+
+@virtual
+async def test_grace_keeps_shards_for_a_restart(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(6, grace_s=20.0)
+    await jobs.join("b")
+    async with jobs.member("a"):
+        await until(lambda: len(jobs.owners()) == 6 and len(jobs.loads()) == 2)
+        await jobs.settled()
+        before = jobs.owners()
+    await asyncio.sleep(10.0)
+    assert jobs.plan().grace["a"] <= 11.0
+    assert len(jobs.owners()) == sum(name == "b" for name in before.values())
+    async with jobs.member("a"):
+        await jobs.settled()
+        assert jobs.owners() == before
+    await asyncio.sleep(22.0)
+    assert jobs.loads() == {"b": 6}
+
+
+@virtual
+async def test_grace_goes_on_under_another_controller(place: Place) -> None:
+    """⚔ The seconds left are in the plan."""
+    jobs = Jobs(place)
+    await jobs.create(6, grace_s=30.0)
+    await jobs.join("b")
+    async with jobs.member("a"):
+        await until(lambda: len(jobs.loads()) == 2)
+        await jobs.settled()
+    left_at = now()
+    names = ["c", "d", "e", "f"]
+    for name in names:
+        await jobs.join(name)
+    session = await place.open()
+    while len(jobs.owners()) < 6:
+        await asyncio.sleep(4.0)
+        await session.resign("shards/jobs")
+    assert 25.0 < now() - left_at < 40.0
+
+
+@virtual
+async def test_drain_empties_a_member_before_it_returns(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(12, moves_at_once=2)
+    await jobs.join("a")
+    await jobs.join("b")
+    await jobs.settled(12)
+    jobs.ending_s = 0.5
+    await session.shards("jobs").drain("a")
+    assert jobs.loads() == {"b": 12}
+    await session.shards("jobs").drain("a", undo=True)
+    await until(lambda: jobs.loads().get("a", 0) >= 5)
+
+
+@virtual
+async def test_drain_fails_if_no_other_member_is_eligible(place: Place) -> None:
+    """⚔ With who and why, and nothing is changed."""
+    jobs = Jobs(place)
+    session = await jobs.create(4, weights={"b": 0})
+    await jobs.join("a")
+    shards = session.shards("jobs")
+    with pytest.raises(OrderFailed, match=r"no other member could own.*there is no other member"):
+        await shards.drain("a")
+    await jobs.join("b")
+    await jobs.join("c", weight=0)
+    with pytest.raises(OrderFailed, match="drained: b; unhealthy or of weight 0: c"):
+        await shards.drain("a")
+    await jobs.settled(4)
+    spec = await shards.spec()
+    assert spec is not None
+    assert "a" not in spec.weights
+    await shards.drain("a", anyway=True)
+    await asyncio.sleep(5.0)
+    assert jobs.loads() == {"a": 4}
+    assert "weight 0: a, b, c" in jobs.plan().note
+
+
+@virtual
+async def test_an_unhealthy_member_keeps_its_shards_until_others_are_ready(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(4)
+    healthy = True
+    await jobs.join("a", health=lambda: healthy)
+    await jobs.settled(4)
+    healthy = False
+    await asyncio.sleep(20.0)
+    assert jobs.loads() == {"a": 4}
+    await jobs.join("b")
+    await until(lambda: jobs.loads() == {"b": 4})
+    assert len(jobs.log) == 8, "each shard moved once"
+
+
+@virtual
+async def test_a_body_that_keeps_failing_moves_on_and_is_then_set_aside(place: Place) -> None:
+    jobs = Jobs(place)
+    tried: list[str] = []
+    broken = True
+
+    async def body(term: ShardTerm) -> None:
+        if term.shard == 2 and broken:
+            tried.append(term.name)
+            raise ValueError("no such table")
+        await jobs.forever(term)
+
+    jobs.body = body
+    session = await jobs.create(4)
+    await jobs.join("a")
+    await jobs.join("b")
+    await jobs.join("c")
+    await until(lambda: jobs.plan().aside, 200.0)
+    assert len(set(tried)) == 2
+    assert len(tried) == 6
+    assert "no such table" in jobs.plan().aside[2]
+    assert sorted(jobs.owners()) == [0, 1, 3]
+    broken = False
+    await session.shards("jobs").retry()
+    await jobs.settled(4)
+
+
+@virtual
+async def test_a_body_that_returns_is_run_again(place: Place) -> None:
+    jobs = Jobs(place)
+    rounds: list[int] = []
+
+    async def body(term: ShardTerm) -> None:
+        rounds.append(term.token)
+
+    jobs.body = body
+    await jobs.create(1)
+    await jobs.join("a")
+    await until(lambda: len(rounds) == 3)
+    assert rounds == sorted(set(rounds))
+    assert not jobs.plan().failed
+
+
+@virtual
+async def test_min_members_are_waited_for(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(4, min_members=2)
+    await jobs.join("a")
+    await asyncio.sleep(10.0)
+    assert not jobs.owners()
+    assert "2 are needed" in jobs.plan().note
+    await jobs.join("b")
+    await jobs.settled(4)
+    assert jobs.loads() == {"a": 2, "b": 2}
+
+
+@virtual
+async def test_pause_keeps_the_plan(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(4)
+    await jobs.join("a")
+    await jobs.settled(4)
+    await session.shards("jobs").configure(paused=True)
+    await jobs.join("b")
+    await asyncio.sleep(10.0)
+    assert jobs.loads() == {"a": 4}
+    await session.shards("jobs").configure(paused=False)
+    await until(lambda: jobs.loads().get("b", 0) >= 1)
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@virtual
+async def test_the_count_changes_under_running_owners(place: Place, barrier: bool) -> None:
+    jobs = Jobs(place)
+    jobs.ending_s = 2.0
+    session = await jobs.create(4, barrier=barrier)
+    await jobs.join("a")
+    await jobs.join("b")
+    await jobs.settled(4)
+    before = {shard: term.token for shard, term in jobs.running.items()}
+    seen: set[frozenset[int]] = set()
+
+    async def watch() -> None:
+        while True:
+            seen.add(frozenset(term.generation for term in jobs.running.values()))
+            await asyncio.sleep(0.05)
+
+    watching = asyncio.ensure_future(watch())
+    await session.shards("jobs").configure(count=10)
+    await jobs.settled(10)
+    watching.cancel()
+    kept = [n for n in before if jobs.running[n].token == before[n]]
+    assert jobs.plan().generation == 2
+    if barrier:
+        assert kept == []
+        assert frozenset({1, 2}) not in seen
+        assert frozenset() in seen
+    else:
+        assert len(kept) >= 3
+    await session.shards("jobs").configure(count=3)
+    await jobs.settled(3)
+    assert sorted(jobs.records()) == [0, 1, 2]
+
+
+async def paused_with_an_old_plan(place: Place) -> Jobs:
+    """A member sends its claims by the plan of generation 1. They are carried out when the plan is
+    of generation 2, of which the member has not been notified."""
+    jobs = Jobs(place)
+    faults = Faults()
+    session = await jobs.create(4, barrier=True)
+    _, controller = await jobs.join("c", weight=0)
+    _, owned = await jobs.join("a", faults, control=False)
+    await until(lambda: jobs.plan().members.keys() == {"a", "c"})
+    faults.next("create", *[Late(before_s=0.9)] * 4)
+    await until(lambda: len(owned._owner.slots) == 4)
+    owned._owner._watches["plan"].close()
+    await session.shards("jobs").configure(count=2)
+    await asyncio.sleep(0.7)
+    assert jobs.plan().generation == 2
+    assert not jobs.running
+    await asyncio.sleep(3.0)
+    del controller
+    return jobs
+
+
+@virtual
+async def test_a_process_that_paused_with_an_old_plan_lets_go(place: Place) -> None:
+    """⚔ After winning and before its body it reads the plan again."""
+    jobs = await paused_with_an_old_plan(place)
+    assert {shard: term.generation for shard, term in jobs.running.items()} == {0: 2, 1: 2}
+    assert sorted(jobs.records()) == [0, 1]
+
+
+@virtual
+async def test_without_reading_again_it_would_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread(monkeypatch)
+    jobs = await paused_with_an_old_plan(place)
+    assert {shard: term.generation for shard, term in jobs.running.items()} == dict.fromkeys(
+        range(4), 1
+    )
+
+
+@virtual
+async def test_clients_route_by_the_map(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(4)
+    _, owned = await jobs.join("a", address="http://a:1", zone="x")
+    await jobs.settled(4)
+    shard_map = await session.shard_map("jobs")
+    route = shard_map.route("customer-17")
+    assert route == (route.shard, "a", "http://a:1", 1)
+    assert owned.check_route(route.shard, route.generation) is owned.terms[route.shard]
+    await session.shards("jobs").configure(count=7)
+    await jobs.settled(7)
+    with pytest.raises(StaleMap, match="the current one is 2") as refused:
+        owned.check_route(route.shard, route.generation)
+    assert refused.value.generation == 2
+    with pytest.raises(StaleMap, match="does not own shard 99"):
+        owned.check_route(99, 2)
+
+
+@virtual
+async def test_the_map_is_observed(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await place.open()
+    seen: list[ShardMap] = []
+
+    async def observe() -> None:
+        async for shard_map in session.observe_shards("jobs"):
+            seen.append(shard_map)  # noqa: PERF401 - it never ends
+
+    observing = asyncio.ensure_future(observe())
+    await until(lambda: seen)
+    assert seen[0].generation == 0
+    with pytest.raises(Exception, match="no plan yet"):
+        seen[0].route("x")
+    await jobs.create(4)
+    await jobs.join("a")
+    await jobs.settled(4)
+    await asyncio.sleep(1.0)
+    assert seen[-1].owners == ("a",) * 4
+    assert not any(each.regressed for each in seen)
+    observing.cancel()
+
+
+@virtual
+async def test_rebalance_can_be_tried_first(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(10)
+    await jobs.join("a")
+    await jobs.settled(10)
+    await jobs.join("b")
+    await jobs.settled(10)
+    shards = session.shards("jobs")
+    planned = await shards.rebalance(dry_run=True)
+    assert [(each.owner, each.to) for each in planned] == [("a", "b")]
+    assert jobs.loads() == {"a": 6, "b": 4}
+    assert await shards.rebalance() == planned
+    await until(lambda: jobs.loads() == {"a": 5, "b": 5})
+
+
+@virtual
+async def test_requests_that_make_no_sense_are_refused(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await place.open()
+    shards = session.shards("jobs")
+    for request in (shards.configure(paused=True), shards.drain("a"), shards.move(1, to="a")):
+        with pytest.raises(OrderFailed, match="there is no set of shards 'jobs'"):
+            await request
+    with pytest.raises(ConfigError, match="count is an integer of 1 or more"):
+        await shards.configure(count=0)
+    await jobs.create(4)
+    await jobs.join("a")
+    with pytest.raises(OrderFailed, match="'z' cannot own shards of 'jobs': it is not a live"):
+        await shards.move(1, to="z")
+    with pytest.raises(ConfigError, match="has the shards 0 to 3, not 9"):
+        await shards.move(9, to="a")
+    for options in ({"weight": -1}, {"zone": 7}, {"name": "\n"}):
+        with pytest.raises(ConfigError):
+            session.own_shards("jobs", jobs.body, **options)
+    with pytest.raises(ConfigError, match="a set of shards"):
+        session.own_shards("", jobs.body)
+
+
+@virtual
+async def test_a_store_without_linearizable_reads_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    limits = replace(MemoryStore.capabilities, linearizable_reads=False)
+    monkeypatch.setattr(MemoryStore, "capabilities", limits)
+    session = await place.open()
+    with pytest.raises(ConfigError, match="shards require linearizable reads"):
+        async with session.own_shards("jobs", Jobs(place).body):
+            pass
+
+
+@virtual
+async def test_a_stuck_ending_is_reported_and_does_not_stop_other_moves(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(8, moves_at_once=1, ending_s=5.0)
+    await jobs.join("a")
+    await jobs.settled(8)
+    jobs.ending_s = 60.0  # of the first that moves
+    await jobs.join("b")
+    await until(lambda: any(move.stuck for move in jobs.plan().moves.values()))
+    jobs.ending_s = 0.0
+    await until(lambda: jobs.loads().get("b", 0) >= 2)
+    assert any(move.stuck for move in jobs.plan().moves.values())
+    await jobs.settled(8, 100.0)
+    assert jobs.loads() == {"a": 5, "b": 3}
+
+
+@virtual
+async def test_a_record_that_was_removed_ends_its_term(place: Place) -> None:
+    jobs = Jobs(place)
+    await jobs.create(2)
+    session, _ = await jobs.join("a")
+    await jobs.settled(2)
+    await asyncio.sleep(TTL_S)
+    token = jobs.running[1].token
+    place.server.delete(f"{shards_key('jobs', 'at')}/1/leader")
+    await until(lambda: 1 in jobs.running and jobs.running[1].token > token, 3 * TTL_S)
+    assert keepalive_of(session).lost_because is None
