@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import mutants_paxos as mutants
 from doyen.quorum.consensus.common import Behind, Later
@@ -23,6 +24,7 @@ from doyen.quorum.consensus.core import (
 from doyen.quorum.consensus.core import Send as Sending
 from doyen.quorum.consensus.paxos import (
     GAP,
+    REPORTED_AT_ONCE,
     Accept,
     AcceptOk,
     AcceptorState,
@@ -196,15 +198,28 @@ def test_gaps_are_filled_with_nothing() -> None:
 
 
 def test_the_first_phase_takes_all_the_pieces_it_needs() -> None:
+    """Several promises answer one `Prepare`, and the rest is requested after the last of them."""
     core = proposer()
-    ballot = core.generation
-    effects = hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))
-    assert role_of(core) is Role.LOOKING
-    assert sent(effects, Prepare, "n1") == [Prepare(ballot, 2)]
-    hear(core, "n1", Promise(ballot, 1, (1,), (value("a"),), 2))  # repeated, without effect
-    hear(core, "n1", Promise(ballot, 2, (1,), (value("b"),), 2))
+    ballot, last = core.generation, REPORTED_AT_ONCE + 1
+    for slot in range(1, last):
+        effects = hear(core, "n1", Promise(ballot, slot, (1,), (value(f"v{slot}"),), last))
+        assert role_of(core) is Role.LOOKING
+        asked = [Prepare(ballot, last)] if slot == REPORTED_AT_ONCE else []
+        assert sent(effects, Prepare, "n1") == asked
+        hear(core, "n1", Promise(ballot, 1, (1,), (value("v1"),), last))  # repeated, no effect
+    hear(core, "n1", Promise(ballot, last, (1,), (value(f"v{last}"),), last))
     assert role_of(core) is Role.LEADING
-    assert [entry.data for entry in core.log] == [b"a", b"b", b""]
+    assert [entry.data for entry in core.log[:-1]] == [
+        f"v{slot}".encode() for slot in range(1, last + 1)
+    ]
+
+
+def test_what_an_acceptor_has_is_reported_in_several_messages() -> None:
+    values = tuple(value(f"v{slot}") for slot in range(1, 4))
+    core = one("n1", AcceptorState(1, ((1, 1),)), values)
+    core._settings = structs.replace(core._settings, message_bytes=1)
+    effects = hear(core, "n0", Prepare(3, 1)) + core.handle(Persisted(core._token), 0.0)
+    assert [promise.first for promise in sent(effects, Promise, "n0")] == [1, 2, 3]
 
 
 def test_slots_are_accepted_in_any_order() -> None:

@@ -39,6 +39,8 @@ from doyen.quorum.consensus.common import (
 from doyen.quorum.consensus.core import EntryKind, LogEntry, Message, Role
 
 GAP = LogEntry(0, EntryKind.NOTHING, b"")
+REPORTED_AT_ONCE = 16
+"""How many promises answer one `Prepare`, if the accepted values do not fit into one message."""
 
 
 class AcceptorState(Struct, frozen=True, array_like=True):
@@ -60,7 +62,7 @@ class Doubt(Message, frozen=True, gc=False):
 
 class Prepare(Message, frozen=True, gc=False):
     """Requests a promise of this ballot, and what the receiver has accepted from slot `first`
-    on."""
+    on. The answer is one promise, or several if that does not fit into one message."""
 
     first: int
 
@@ -113,6 +115,8 @@ class Paxos(ReplicatedServer):
         self._reported: dict[str, int] = {}
         """The servers that have promised, and the slot up to which their accepted values are
         known."""
+        self._awaited: dict[str, int] = {}
+        """Per server, how many more promises answer the last `Prepare`."""
         self._complete: set[str] = set()
         """The servers whose accepted values are all known."""
         self._found: dict[int, tuple[int, LogEntry]] = {}
@@ -197,6 +201,7 @@ class Paxos(ReplicatedServer):
         self._promise(ballot)
         self._promise_token = self._token
         self._reported = {}
+        self._awaited = {}
         self._complete = set()
         self._found = {}
         self._patience = self._now + self._draw_timeout()
@@ -219,6 +224,7 @@ class Paxos(ReplicatedServer):
         waiting."""
         for name, peer in self._peers.items():
             message = Prepare(self.generation, self._reported.get(name, self.commit) + 1)
+            self._awaited[name] = REPORTED_AT_ONCE
             self._send(peer, message, after=self._promise_token)
         self.next_deadline = self._now + self._settings.heartbeat_s
 
@@ -241,10 +247,14 @@ class Paxos(ReplicatedServer):
 
     def _report(self, peer: Peer, first: int) -> None:
         last = len(self.log)
-        entries = self._piece(first, last) if first <= last else ()
-        ballots = tuple(self._ballots[first - 1 : first - 1 + len(entries)])
-        promise = Promise(self.generation, first, ballots, entries, last)
-        self._send(peer, promise, after=self._token)
+        for _ in range(REPORTED_AT_ONCE):
+            entries = self._piece(first, last) if first <= last else ()
+            ballots = tuple(self._ballots[first - 1 : first - 1 + len(entries)])
+            promise = Promise(self.generation, first, ballots, entries, last)
+            self._send(peer, promise, after=self._token)
+            first += len(entries)
+            if first > last:
+                return
 
     def _hear_promise(self, peer: Peer, message: Promise) -> None:
         if message.generation != self.generation or not self._promise_token:
@@ -260,10 +270,12 @@ class Paxos(ReplicatedServer):
         self._patience = self._now + self._draw_timeout()
         upto += len(message.entries)
         self._reported[peer.name] = upto
+        self._awaited[peer.name] -= 1
         if upto >= message.last:
             self._complete.add(peer.name)
             self._count_promises()
-        else:
+        elif not self._awaited[peer.name]:
+            self._awaited[peer.name] = REPORTED_AT_ONCE
             self._send(peer, Prepare(self.generation, upto + 1))
 
     def _find(self, slot: int, ballot: int, entry: LogEntry) -> None:
