@@ -206,7 +206,8 @@ async def test_a_batch_whose_callers_gave_up_is_cancelled_before_the_next_begins
     ],
 )
 async def test_every_caller_of_a_batch_gets_an_outcome(
-    end: Callable[[asyncio.Future[object]], object], expected: type[Exception]
+    end: Callable[[asyncio.Future[Sequence[int | BaseException]]], object],
+    expected: type[Exception],
 ) -> None:
     calls = Calls()
     asked = await calls.ask(1, 2, 3)
