@@ -183,11 +183,11 @@ def _as_dict(document: ConfigDocument[Any]) -> dict[str, Any]:
 def _current(config: BlockingConfig[Any], name: str) -> ConfigDocument[Any]:
     document = config.get()
     if document is None:
-        raise Missing(f"{name!r} has no configuration yet: write one with doyen config set")
+        raise _NoDocument(f"{name!r} has no configuration yet: write one with doyen config set")
     return document
 
 
-class Missing(DoyenError):
+class _NoDocument(DoyenError):
     """There is no such configuration."""
 
 
@@ -239,7 +239,7 @@ def _diff(args: argparse.Namespace, config: BlockingConfig[Any]) -> int:
     assert newer is not None
     since = getattr(args, "from")
     if since is None and newer.version == 1:
-        raise Missing(f"version 1 of {args.name!r} is the first: there is none before it")
+        raise _NoDocument(f"version 1 of {args.name!r} is the first: there is none before it")
     older = config.get(newer.version - 1 if since is None else since)
     assert older is not None
     if args.json:
