@@ -62,7 +62,7 @@ examples:
   doyen config set billing '{"workers": 4}'
   doyen config get billing | jq .workers
   # from a file, if version 7 is still the current one
-  doyen config set billing - --if-version 7 < billing.json
+  cat billing.json | doyen config set billing - --if-version 7
   doyen config edit billing --wait-applied all
   doyen config history billing
   # what has changed since version 3, and back to it
