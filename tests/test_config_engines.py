@@ -39,7 +39,7 @@ async def apply(url: str, name: str, started: asyncio.Event, applied: list[int])
 async def test_a_change_is_applied_kept_and_rolled_back(url: str) -> None:
     async with asyncio.timeout(WITHIN_S), doyen.connect(url) as session:
         config = session.config("engines", history=2)
-        first = await config.set({"n": 0})
+        first = written = await config.set({"n": 0})
         started = [asyncio.Event() for _ in range(3)]
         applied: list[list[int]] = [[] for _ in started]
         subscribers = [
