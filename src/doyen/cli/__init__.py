@@ -38,6 +38,7 @@ COMMANDS = {
     "leader": "show the leader of an election",
     "watch": "show every change of leader of an election",
     "line": "show the leader and the waiting candidates of an election, in order",
+    "members": "show the members of a group, and every change",
     "resign": "order the leader of an election to resign",
     "transfer": "order the leader of an election to hand over to a candidate",
     "config": "read, write, edit, roll back and watch configurations",
