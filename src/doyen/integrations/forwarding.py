@@ -1,0 +1,361 @@
+"""Forwarding decided: which process serves a request, and what may be passed on to it.
+
+A `LeaderView` knows the leader by observation, so no request costs a read of the store. The rules:
+
+- A process serves a request only while its own term is valid. All others forward to the address in
+  the leader record, `http://host:port` or `https://host:port`, if `trust` accepts it: whoever can
+  write to the store could otherwise have requests sent anywhere.
+- A forwarded request carries the token of the leader that it is meant for, and how often it was
+  forwarded, signed with a secret that all processes share. A leader serves requests for its own and
+  for earlier terms. A request for a later term is not executed: there is a later leader. Headers
+  `doyen-*` that are not signed are dropped.
+- A request is forwarded twice at most, and only the first process waits during an election.
+- A request is sent again only if no byte of it was sent. Otherwise it may have been carried out.
+
+May import the model, terms and the session. No I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from doyen.blocking import BlockingSession
+from doyen.errors import ConfigError, SessionClosed
+from doyen.model import Leader
+from doyen.session import Session
+from doyen.term import Term
+
+__all__ = [
+    "ForwardingRules",
+    "Headers",
+    "LeaderView",
+    "RefuseRequest",
+    "SendTo",
+    "ServeHere",
+    "WaitForLeader",
+]
+
+MAX_HOPS = 2
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case."""
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+
+class ServeHere(NamedTuple):
+    """This process leads: serve the request during this term."""
+
+    term: Term
+
+
+class SendTo(NamedTuple):
+    """Another process leads: send the request there."""
+
+    leader: Leader
+    scheme: str
+    host: str
+    port: int
+    hops: int
+    """How often it has been forwarded then."""
+
+    @property
+    def origin(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+class WaitForLeader(NamedTuple):
+    """There is no leader at present."""
+
+    why: str
+
+
+class RefuseRequest(NamedTuple):
+    """The request is not executed."""
+
+    status: int
+    why: str
+
+
+class Forwarded(NamedTuple):
+    """What a signed request says about itself."""
+
+    token: int
+    hops: int
+
+
+class LeaderView:
+    """Who leads an election, as this process knows it. Any thread.
+
+    view = LeaderView("billing")
+    async with doyen.connect(STORE) as session, view.following(session):
+        async for campaign in session.campaigns("billing", meta={"address": ADDRESS}):
+            async with campaign as term:
+                with view.leading(term):
+                    await work()
+    """
+
+    def __init__(self, election: str) -> None:
+        self.election = election
+        self.leader: Leader | None = None
+        """As last observed."""
+        self.term: Term | None = None
+        """Of this process, if it leads."""
+        self._lock = threading.Lock()
+        self._waiters: set[Callable[[], None]] = set()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process leads, for certain."""
+        term = self.term
+        return term is not None and term.valid
+
+    @contextlib.contextmanager
+    def leading(self, term: Term) -> Iterator[Term]:
+        """Serve requests during this term, while the context lasts."""
+        self.term = term
+        self._wake()
+        try:
+            yield term
+        finally:
+            if self.term is term:
+                self.term = None
+
+    @contextlib.asynccontextmanager
+    async def following(self, session: Session) -> AsyncIterator[LeaderView]:
+        """Observe the leader while the context lasts."""
+
+        async def observe() -> None:
+            with contextlib.suppress(SessionClosed):
+                async for leader in session.observe(self.election):
+                    self.observed(leader)
+
+        observing = asyncio.create_task(observe())
+        try:
+            yield self
+        finally:
+            observing.cancel()
+            await asyncio.wait({observing})
+            self.observed(None)
+
+    @contextlib.contextmanager
+    def following_blocking(self, session: BlockingSession) -> Iterator[LeaderView]:
+        """The same for code without asyncio, on a thread that ends with the session."""
+
+        def observe() -> None:
+            with contextlib.suppress(SessionClosed):
+                for leader in session.observe(self.election):
+                    self.observed(leader)
+
+        threading.Thread(target=observe, name="doyen-leader-view", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.observed(None)
+
+    def observed(self, leader: Leader | None) -> None:
+        self.leader = leader
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, set()
+        for wake in waiters:
+            wake()
+
+    @property
+    def state(self) -> tuple[Leader | None, Term | None]:
+        """Changes whenever the leader does, as far as this process knows."""
+        return self.leader, self.term
+
+    @contextlib.contextmanager
+    def _waiting(
+        self, seen: tuple[Leader | None, Term | None], wake: Callable[[], None]
+    ) -> Iterator[None]:
+        with self._lock:
+            self._waiters.add(wake)
+        if self.state != seen:
+            wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiters.discard(wake)
+
+    async def changed(self, seen: tuple[Leader | None, Term | None], within_s: float) -> bool:
+        """Wait until the state is not `seen`; False if that takes longer."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(event.set)
+
+        with self._waiting(seen, wake):
+            try:
+                async with asyncio.timeout(max(0.0, within_s)):
+                    await event.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def changed_blocking(self, seen: tuple[Leader | None, Term | None], within_s: float) -> bool:
+        """The same on a thread."""
+        event = threading.Event()
+        with self._waiting(seen, event.set):
+            return event.wait(max(0.0, within_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardingRules:
+    """The settings of the middleware, and the decisions that follow from them."""
+
+    view: LeaderView
+    secret: str | bytes
+    trust: Collection[str] | Callable[[str], bool]
+    """Addresses that requests may be sent to, or a function that decides."""
+    wait_s: float = 5.0
+    """How long a request waits for a leader."""
+    max_waiting: int = 100
+    """How many requests wait for a leader at a time. Further ones are refused at once."""
+    local: Collection[str] = ("/health", "/healthz", "/livez", "/readyz")
+    """Paths that every process serves itself."""
+    redirect: bool = False
+    """Answer with a redirect to the leader (307) instead of forwarding."""
+
+    def __post_init__(self) -> None:
+        if len(self._key) < 16:
+            raise ConfigError("secret has 16 bytes at least, and is the same in all processes")
+        if isinstance(self.trust, str):
+            raise ConfigError("trust is a collection of addresses or a function, not a string")
+
+    @property
+    def _key(self) -> bytes:
+        return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    def decide(
+        self, forwarded: Forwarded | None
+    ) -> ServeHere | SendTo | WaitForLeader | RefuseRequest:
+        """What to do with a request now."""
+        term, leader = self.view.term, self.view.leader
+        if term is not None and term.valid:
+            if forwarded is not None and forwarded.token > term.token:
+                return RefuseRequest(503, "it is for a later leader than this process knows of")
+            return ServeHere(term)
+        hops = 0 if forwarded is None else forwarded.hops
+        if hops >= MAX_HOPS:
+            return RefuseRequest(
+                508, f"it was forwarded {hops} times, and this process does not lead"
+            )
+        if leader is None:
+            return WaitForLeader("there is no leader")
+        if term is not None and leader.token <= term.token:
+            return WaitForLeader("the term of this process has ended")
+        return self._route(leader, hops + 1)
+
+    def _route(self, leader: Leader, hops: int) -> SendTo | RefuseRequest:
+        address = leader.meta.get("address")
+        if not isinstance(address, str):
+            return RefuseRequest(
+                503, 'the leader record has no address: campaign with meta={"address": …}'
+            )
+        try:
+            parts = urlsplit(address)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        clean = not (parts.username or parts.password or parts.query or parts.fragment)
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or port is None
+            or parts.path not in ("", "/")
+            or not clean
+        ):
+            return RefuseRequest(503, "the address in the leader record is not http(s)://host:port")
+        send = SendTo(leader, parts.scheme, parts.hostname, port, hops)
+        trusted = self.trust(send.origin) if callable(self.trust) else send.origin in self.trust
+        return send if trusted else RefuseRequest(503, "the address of the leader is not trusted")
+
+    def _signature(self, token: int, hops: int, method: bytes, target: bytes) -> bytes:
+        text = b"\n".join((b"doyen-forward-1", b"%d %d" % (token, hops), method, target))
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
+
+    def read(
+        self, headers: Iterable[tuple[bytes, bytes]], method: bytes, target: bytes
+    ) -> Forwarded | None:
+        """What a request says about itself, if it is signed with the secret."""
+        found = {name: value for name, value in headers if name.startswith(b"doyen-")}
+        try:
+            token, hops = int(found[b"doyen-token"]), int(found[b"doyen-hops"])
+            signature = found[b"doyen-signature"]
+        except (KeyError, ValueError):
+            return None
+        if not hmac.compare_digest(signature, self._signature(token, hops, method, target)):
+            return None
+        return Forwarded(token, hops)
+
+    def outgoing(
+        self, send: SendTo, headers: Headers, method: bytes, target: bytes, *, body: bool
+    ) -> Headers:
+        """The headers of a request that is forwarded. A body without a length is sent in chunks."""
+        token, hops = send.leader.token, send.hops
+        kept = passed_on(headers)
+        if body and not any(name == b"content-length" for name, _ in kept):
+            kept.append((b"transfer-encoding", b"chunked"))
+        return [
+            *kept,
+            (b"doyen-token", b"%d" % token),
+            (b"doyen-hops", b"%d" % hops),
+            (b"doyen-signature", self._signature(token, hops, method, target)),
+        ]
+
+
+def without_doyen(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The headers without those that only doyen may set."""
+    return [(name, value) for name, value in headers if not name.startswith(b"doyen-")]
+
+
+def passed_on(headers: Headers) -> Headers:
+    """The headers that a forwarder passes on: none that concern one connection only."""
+    named = {
+        each.strip().lower()
+        for name, value in headers
+        if name == b"connection"
+        for each in value.split(b",")
+    }
+    return [
+        (name, value)
+        for name, value in without_doyen(headers)
+        if name not in _HOP_BY_HOP and name not in named
+    ]
+
+
+def framed(headers: Headers) -> bool:
+    """Whether the request has a body."""
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+
+def ambiguous(headers: Headers) -> bool:
+    """Whether the length of the body is stated in two ways, of which servers may believe either."""
+    lengths = [value for name, value in headers if name == b"content-length"]
+    coded = any(name == b"transfer-encoding" for name, _ in headers)
+    return len(lengths) > 1 or (bool(lengths) and (coded or not lengths[0].isdigit()))

@@ -1,0 +1,581 @@
+"""Forwarding to the leader, in one process and in virtual time: applications call each other by
+a pool of the tests instead of sockets. Each rule of `doyen.integrations.forwarding` is a test."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import httpcore2
+import pytest
+
+import doyen
+from doyen import LeadershipLost, Term
+from doyen.errors import ConfigError
+from doyen.integrations import asgi, wsgi
+from doyen.integrations.forwarding import ForwardingRules, LeaderView
+from doyen.model import Leader
+from support import Place, until, virtual
+
+SECRET = "a secret of the processes"
+A, B = "http://a:80", "http://b:80"
+TRUST = {A, B}
+
+
+class Pool(httpcore2.AsyncConnectionPool):
+    """Requests go to applications in this process, by address. One that is missing refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apps: dict[str, Any] = {}
+        self.sent: list[httpcore2.Request] = []
+        self.fails: list[Exception] = []
+
+    async def handle_async_request(self, request: httpcore2.Request) -> httpcore2.Response:
+        host, port = request.url.host.decode(), request.url.port
+        app = self.apps.get(f"{request.url.scheme.decode()}://{host}:{port}")
+        if app is None:
+            raise httpcore2.ConnectError("refused")
+        self.sent.append(request)
+        if self.fails:
+            raise self.fails.pop(0)
+        path, _, query = request.url.target.partition(b"?")
+        scope = http_scope(path, request.method.decode(), request.headers, query)
+        return await Exchange(app, scope, request.stream).response()
+
+    async def aclose(self) -> None:
+        pass
+
+
+def http_scope(
+    path: bytes = b"/",
+    method: str = "GET",
+    headers: Any = (),
+    query: bytes = b"",
+    kind: str = "http",
+) -> dict[str, Any]:
+    lower = [(name.lower(), value) for name, value in headers]
+    return {
+        "type": kind,
+        "http_version": "1.1",
+        "method": method,
+        "path": path.decode(),
+        "raw_path": path,
+        "query_string": query,
+        "headers": lower,
+    }
+
+
+class Exchange:
+    """One request to an application; its response is read chunk by chunk."""
+
+    def __init__(self, app: Any, scope: dict[str, Any], body: Any = None) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+        self._body = body
+        self._ended = asyncio.Event()
+        self.task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: Any, scope: dict[str, Any]) -> None:
+        chunks = self._chunks()
+
+        async def receive() -> dict[str, Any]:
+            try:
+                return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+            except StopAsyncIteration:
+                if not self._ended.is_set():
+                    self._ended.set()
+                    return {"type": "http.request", "body": b"", "more_body": False}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        try:
+            await app(scope, receive, self.messages.put)
+        except (LeadershipLost, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            await self.messages.put(error)
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        if self._body is not None:
+            async for chunk in self._body:
+                yield chunk
+
+    async def response(self) -> httpcore2.Response:
+        start = await self.messages.get()
+        if isinstance(start, Exception):
+            raise httpcore2.RemoteProtocolError(str(start))
+        return httpcore2.Response(start["status"], headers=start["headers"], content=self._stream())
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        while True:
+            message = await self.messages.get()
+            if isinstance(message, Exception):
+                raise httpcore2.RemoteProtocolError(str(message))
+            yield message.get("body", b"")
+            if not message.get("more_body", False):
+                return
+
+
+async def call(
+    app: Any, path: bytes = b"/", method: str = "GET", headers: Any = (), body: Any = None
+) -> tuple[int, bytes, dict[bytes, bytes]]:
+    """Make a request, and return status, body and headers."""
+    path, _, query = path.partition(b"?")
+    response = await Exchange(app, http_scope(path, method, headers, query), body).response()
+    content = b"".join([chunk async for chunk in response.aiter_stream()])
+    return response.status, content, dict(response.headers)
+
+
+class App:
+    """Says what it got: the token of its term, its headers, and the body."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Any] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scopes.append(scope)
+        headers = [(b"x-app", b"1"), (b"connection", b"close")]
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            more = True
+            while more:
+                message = await receive()
+                more = message["more_body"]
+                body = {"type": "http.response.body", "body": message["body"], "more_body": more}
+                await send(body)
+
+
+class Peer:
+    """One process: a view, an application, and the middleware."""
+
+    def __init__(self, pool: Pool, address: str, app: Any = None, **options: Any) -> None:
+        self.view = LeaderView("e")
+        self.app = app or App()
+        options = {"secret": SECRET, "trust": TRUST, **options}
+        self.middleware = asgi.LeaderMiddleware(self.app, pool=pool, view=self.view, **options)
+        pool.apps[address] = self.middleware
+
+
+def leader(token: int, address: object = A) -> Leader:
+    return Leader("e", "a", token, {} if address is None else {"address": address})
+
+
+async def leading(place: Place, use: Callable[[Term], Any]) -> None:
+    session = await place.open()
+    async with session.campaign("e", name="a", meta={"address": A}) as term:
+        await use(term)
+
+
+@virtual
+async def test_the_leader_serves_and_the_others_forward(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        other = await place.open()
+        async with b.view.following(other):
+            await until(lambda: b.view.leader)
+            with a.view.leading(term):
+                assert (await call(a.middleware))[0] == 200
+                status, body, headers = await call(
+                    b.middleware, b"/x?y=1", "POST", [(b"content-length", b"2")], chunks(b"hi")
+                )
+        assert (status, body) == (200, b"hi")
+        assert b"connection" not in headers
+        assert a.app.scopes[-1]["doyen.term"] is term
+        assert b.app.scopes == []
+        (sent,) = pool.sent
+        assert dict(sent.headers)[b"doyen-token"] == b"%d" % term.token
+        assert dict(sent.headers)[b"doyen-hops"] == b"1"
+        assert sent.url.target == b"/x?y=1"
+
+    await leading(place, use)
+
+
+async def chunks(*data: bytes) -> AsyncIterator[bytes]:
+    for chunk in data:
+        yield chunk
+
+
+@virtual
+async def test_bodies_are_streamed_both_ways_at_the_pace_of_the_reader(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    produced = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal produced
+        while True:
+            produced += 1
+            yield b"x"
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            scope = http_scope(b"/", "POST", [(b"transfer-encoding", b"chunked")])
+            exchange = Exchange(b.middleware, scope, endless())
+            response = await exchange.response()
+            stream = response.aiter_stream()
+            for _ in range(10):
+                await anext(stream)
+            await asyncio.sleep(10)
+            assert 10 <= produced < 30
+            exchange.task.cancel()
+            await asyncio.wait({exchange.task})
+
+    await leading(place, use)
+
+
+@virtual
+async def test_headers_of_doyen_are_dropped_unless_they_are_signed(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    forged = [(b"doyen-token", b"999999"), (b"doyen-hops", b"2"), (b"doyen-signature", b"0" * 64)]
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            for peer in (a, b):
+                assert (await call(peer.middleware, headers=forged))[0] == 200
+            for scope in a.app.scopes:
+                assert not [name for name, _ in scope["headers"] if name.startswith(b"doyen-")]
+            await call(a.middleware, b"/healthz", headers=forged)
+            assert a.app.scopes[-1]["headers"] == []
+
+    await leading(place, use)
+
+
+@virtual
+async def test_a_signature_holds_for_one_request_only(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    b.view.observed(leader(1_000_000))
+    assert (await call(b.middleware, b"/x"))[0] == 503
+    signed = [each for each in pool.sent[0].headers if each[0].startswith(b"doyen-")]
+
+    async def use(term: Term) -> None:
+        with a.view.leading(term):
+            status, body, _ = await call(a.middleware, b"/x", headers=signed)
+            assert (status, b"later leader" in body) == (503, True)
+            assert (await call(a.middleware, b"/other", headers=signed))[0] == 200
+            assert (await call(a.middleware, b"/x", "DELETE", headers=signed))[0] == 200
+
+    await leading(place, use)
+
+
+@virtual
+async def test_requests_for_an_earlier_term_are_served_and_for_a_later_one_not(
+    place: Place,
+) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        with a.view.leading(term):
+            for token, status in [(term.token - 1, 200), (term.token, 200), (term.token + 1, 503)]:
+                b.view.observed(leader(token))
+                assert (await call(b.middleware))[0] == status
+            assert len(a.app.scopes) == 2
+
+    await leading(place, use)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        None,
+        7,
+        "http://169.254.169.254:80",
+        "http://a",
+        "a:80",
+        "ftp://a:80",
+        "http://user@a:80",
+        "http://a:80/path",
+        "http://a:80?x",
+        "http://a:99999",
+    ],
+    ids=str,
+)
+@virtual
+async def test_nothing_is_sent_to_an_address_that_is_not_trusted(
+    place: Place, address: object
+) -> None:
+    pool = Pool()
+    b = Peer(pool, B)
+    b.view.observed(leader(7, address))
+    status, body, _ = await call(b.middleware)
+    assert (status, body.startswith(b"not executed: ")) == (503, True)
+    assert pool.sent == []
+
+
+def test_trust_and_a_secret_are_required() -> None:
+    view = LeaderView("e")
+    with pytest.raises(TypeError):
+        ForwardingRules(view=view, secret=SECRET)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="16 bytes"):
+        ForwardingRules(view=view, secret="short", trust=TRUST)
+    with pytest.raises(ConfigError, match="not a string"):
+        ForwardingRules(view=view, secret=SECRET, trust=A)
+
+
+@virtual
+async def test_a_loop_ends_after_two_hops(place: Place) -> None:
+    """Each process believes that the other leads."""
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    a.view.observed(leader(7, B))
+    b.view.observed(leader(8, A))
+    status, body, _ = await call(b.middleware)
+    assert (status, b"forwarded 2 times" in body) == (508, True)
+    assert len(pool.sent) == 2
+
+
+@virtual
+async def test_a_request_waits_for_a_leader_and_is_sent_once(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    waiting = asyncio.create_task(call(b.middleware))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+
+    async def use(term: Term) -> None:
+        with a.view.leading(term):
+            b.view.observed(leader(term.token))
+            assert (await waiting)[0] == 200
+        assert len(pool.sent) == 1
+
+    await leading(place, use)
+
+
+@virtual
+async def test_waiting_is_bounded_in_time_and_number(place: Place) -> None:
+    b = Peer(Pool(), B, wait_s=3, max_waiting=2)
+    began = asyncio.get_running_loop().time()
+    waiting = [asyncio.create_task(call(b.middleware)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    status, body, _ = await call(b.middleware)
+    assert (status, b"many requests wait" in body) == (503, True)
+    assert [(await each)[0] for each in waiting] == [503, 503]
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+
+
+@virtual
+async def test_a_leader_that_refuses_connections_is_tried_again(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            app = pool.apps.pop(A)
+            waiting = asyncio.create_task(call(b.middleware))
+            await asyncio.sleep(1)
+            pool.apps[A] = app
+            assert (await waiting)[0] == 200
+            assert len(pool.sent) == 1
+
+    await leading(place, use)
+
+
+@pytest.mark.parametrize("error", [httpcore2.ReadError, httpcore2.RemoteProtocolError])
+@virtual
+async def test_nothing_is_sent_again_that_may_have_been_carried_out(
+    place: Place, error: type[Exception]
+) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    pool.fails.append(error("the connection was lost"))
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            status, body, _ = await call(b.middleware, method="POST")
+        assert (status, b"may have been carried out" in body) == (502, True)
+        assert len(pool.sent) == 1
+
+    await leading(place, use)
+
+
+class Streaming:
+    """Never ends a response, nor a websocket."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+        elif scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+
+
+@virtual
+async def test_the_end_of_the_term_ends_what_is_being_served(place: Place) -> None:
+    app = Streaming()
+    a = Peer(Pool(), A, app)
+    session = await place.open()
+    socket: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        socket.append(message)
+
+    with suppress(LeadershipLost):
+        async with session.campaign("e") as term:
+            with a.view.leading(term):
+                plain = asyncio.create_task(call(a.middleware, b"/"))
+                stream = asyncio.create_task(call(a.middleware, b"/stream"))
+                scope = http_scope(kind="websocket")
+                ws = asyncio.create_task(a.middleware(scope, receive, send))
+                await asyncio.sleep(1)
+                place.end_lease(session)
+                await asyncio.sleep(100)
+    await ws
+    status, body, _ = await plain
+    assert (status, b"may have been carried out" in body) == (503, True)
+    with pytest.raises(httpcore2.RemoteProtocolError, match="no longer leads"):
+        await stream
+    assert [message.get("code") for message in socket] == [None, 1012]
+    assert app.cancelled == 3
+    assert (await call(asgi.LeaderRoute(a.view)))[0] == 503
+
+
+@virtual
+async def test_websockets_of_followers_are_closed_and_health_is_served(place: Place) -> None:
+    b = Peer(Pool(), B, wait_s=0)
+    socket: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        socket.append(message)
+
+    await b.middleware(http_scope(kind="websocket"), receive, send)
+    b.view.observed(leader(7))
+    await b.middleware(http_scope(kind="websocket"), receive, send)
+    assert [message["code"] for message in socket] == [1013, 1013]
+    assert (await call(b.middleware, b"/healthz"))[0] == 200
+    await b.middleware({"type": "lifespan"}, receive, send)
+    assert b.app.scopes[-1]["type"] == "lifespan"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"content-length", b"1"), (b"content-length", b"2")],
+        [(b"content-length", b"1"), (b"transfer-encoding", b"chunked")],
+        [(b"content-length", b"+1")],
+    ],
+    ids=str,
+)
+@virtual
+async def test_a_body_of_two_lengths_is_refused(place: Place, headers: Any) -> None:
+    pool = Pool()
+    b = Peer(pool, B)
+    b.view.observed(leader(7))
+    assert (await call(b.middleware, method="POST", headers=headers))[0] == 400
+    assert pool.sent == []
+
+
+@virtual
+async def test_headers_of_one_connection_are_not_passed_on(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            headers = [(b"connection", b"x-own, keep-alive"), (b"x-own", b"1"), (b"te", b"gzip")]
+            await call(b.middleware, headers=[*headers, (b"host", b"h"), (b"x-kept", b"1")])
+        names = {name for name, _ in a.app.scopes[0]["headers"]}
+        assert names == {b"host", b"x-kept"}
+
+    await leading(place, use)
+
+
+@virtual
+async def test_followers_can_redirect_instead(place: Place) -> None:
+    b = Peer(Pool(), B, redirect=True)
+    b.view.observed(leader(7))
+    status, _, headers = await call(b.middleware, b"/x?y=1")
+    assert (status, headers[b"location"]) == (307, b"http://a:80/x?y=1")
+
+
+# WSGI.
+
+
+class SyncPool(httpcore2.ConnectionPool):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[httpcore2.Request, bytes]] = []
+        self.answers: list[httpcore2.Response | Exception] = []
+
+    def handle_request(self, request: httpcore2.Request) -> httpcore2.Response:
+        answer = self.answers.pop(0)
+        if isinstance(answer, httpcore2.ConnectError):
+            raise answer
+        self.sent.append((request, b"".join(request.stream)))  # type: ignore[arg-type]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def wsgi_call(app: Any, path: str = "/", method: str = "GET", **more: Any) -> tuple[str, bytes]:
+    started: list[str] = []
+    body = more.pop("body", b"")
+    environ = {
+        "REQUEST_METHOD": method,
+        "PATH_INFO": path,
+        "QUERY_STRING": "",
+        "wsgi.input": io.BytesIO(body),
+        **({"CONTENT_LENGTH": str(len(body))} if body else {}),
+        **more,
+    }
+    content = b"".join(app(environ, lambda status, _: started.append(status)))
+    return started[0], content
+
+
+def echo(environ: Any, start_response: Any) -> list[bytes]:
+    start_response("200 OK", [])
+    doyen_headers = [name for name in environ if name.startswith("HTTP_DOYEN")]
+    return [environ["REQUEST_METHOD"].encode(), b"" if not doyen_headers else b"forged"]
+
+
+def test_wsgi_serves_as_leader_and_forwards_otherwise() -> None:
+    pool, view = SyncPool(), LeaderView("e")
+    app = wsgi.LeaderMiddleware(
+        echo, pool=pool, view=view, secret=SECRET, trust=TRUST, wait_s=0.3, max_waiting=1
+    )
+    assert wsgi_call(app, "/healthz") == ("200 OK", b"GET")
+    assert wsgi_call(app)[0].startswith("503")
+    with doyen.connect_blocking("memory://wsgi") as session, view.following_blocking(session):
+        with session.campaign("e", meta={"address": A}) as term:
+            with view.leading(term):
+                assert wsgi_call(app, HTTP_DOYEN_TOKEN="9") == ("200 OK", b"GET")
+                assert wsgi_call(wsgi.LeaderRoute(view))[0] == "200 OK"
+            refused = httpcore2.ConnectError("refused")
+            pool.answers = [refused, httpcore2.Response(201, content=b"done")]
+            view.observed(leader(term.token))
+            assert wsgi_call(app, "/\u00c3\u00a9", "POST", body=b"data") == (
+                "201 From the Leader",
+                b"done",
+            )
+            request, body = pool.sent[-1]
+            assert (request.url.target, body) == (b"/%C3%A9", b"data")
+            pool.answers = [httpcore2.ReadError("lost")]
+            status, text = wsgi_call(app, method="POST")
+            assert (status[:3], b"may have been carried out" in text) == ("502", True)
+            assert len(pool.sent) == 2
+        assert wsgi_call(wsgi.LeaderRoute(view))[0].startswith("503")
+    assert wsgi_call(app, CONTENT_LENGTH="+1")[0].startswith("400")
