@@ -88,8 +88,9 @@ class Place:
     async def close(self) -> None:
         await self.sessions.aclose()
         await asyncio.sleep(2 * TTL_S)
-        entries = [entry for kind in KINDS for entry in self.server.list(kind)]
-        left = [entry.key for entry in entries if not entry.key.endswith(("/spec", "/plan"))]
+        entries = [entry for kind in (*KINDS, "barriers") for entry in self.server.list(kind)]
+        kept = ("/spec", "/plan", "/size", "/state")
+        left = [entry.key for entry in entries if not entry.key.endswith(kept)]
         assert left == [], "entries were left behind in the store"
 
 

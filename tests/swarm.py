@@ -75,16 +75,16 @@ class Oracle:
         self.terms += 1
         self.somebody_leads.set()
         self._valid.append(term)
-        self._bodies[term.election, term.token] = term
+        self._bodies[label_of(term), term.token] = term
         try:
             yield
         finally:
-            del self._bodies[term.election, term.token]
+            del self._bodies[label_of(term), term.token]
 
     def look(self) -> None:
         self._valid = [term for term in self._valid if term.valid]
         if len(self._valid) > 1:
-            elections = [term.election for term in self._valid]
+            elections = [label_of(term) for term in self._valid]
             if len(set(elections)) < len(elections):
                 self.object(f"valid at once: {self._valid}")
 
@@ -133,7 +133,13 @@ def is_record(key: str) -> bool:
 
 
 def election_of(key: str) -> str:
-    return key.split("/")[1]
+    kind, name, *rest = key.split("/")
+    return f"{name}/{rest[1]}" if kind == "semaphores" and rest[0] == "slots" else name
+
+
+def label_of(term: Term) -> str:
+    """The name of its election or lock, or of its slot of a semaphore."""
+    return term.election if term.slot is None else f"{term.election}/{term.slot}"
 
 
 class WatchedServer(MemoryServer):
@@ -229,11 +235,9 @@ class Process:
             stop_budget_s=world.stop_budget_s,
             sinks=(world.oracle.hear,),
         )
-        async with Session(asked, runtime, self.store()) as session:
+        store = FaultyStore(WatchedClient(world.server, self.clock), self.faults)
+        async with Session(asked, runtime, store) as session:
             await self.act(session)
-
-    def store(self) -> FaultyStore:
-        return FaultyStore(WatchedClient(self.world.server, self.clock), self.faults)
 
     async def act(self, session: Session) -> None:
         """What it does, until it is stopped."""

@@ -45,6 +45,7 @@ PUBLIC = [
     "NameTaken",
     "Node",
     "NotApplied",
+    "NotArrived",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
-from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
@@ -24,6 +23,7 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
+from doyen.manage.barrier import arrive
 from doyen.manage.members import (
     MemberOptions,
     MemberSettings,
@@ -40,7 +40,16 @@ from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
 from doyen.manage.shards.scopes import BlockingOwning, BlockingShardSet, OwnerOptions
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
-from doyen.session import OBSERVED, Observing, connect, enter_term, exit_term, settle_loss, track
+from doyen.session import (
+    OBSERVED,
+    Observing,
+    candidacy_of,
+    connect,
+    enter_term,
+    exit_term,
+    settle_loss,
+    track,
+)
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
@@ -116,6 +125,18 @@ class BlockingSession:
         settings = CampaignSettings(election=lock, kind="locks", **options)
         return BlockingCampaign(self._opened, self._runtime, settings)
 
+    def semaphore(
+        self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]
+    ) -> BlockingCampaign:
+        """At most `n` holders at a time: a scope with a slot and a token; see
+        `Session.semaphore`."""
+        settings = CampaignSettings(election=semaphore, kind="semaphores", slots=n, **options)
+        return BlockingCampaign(self._opened, self._runtime, settings)
+
+    def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
+        """Wait until `n` have arrived; see `Session.barrier`."""
+        return self._run(arrive, barrier, n, wait_s)
+
     def leader(self, election: str, *, kind: Kind = "elections") -> Leader | None:
         """The current leader, read from the store; None if there is none. With `kind="locks"`, the
         holder of the lock of that name."""
@@ -144,12 +165,12 @@ class BlockingSession:
 
     @overload
     def config(
-        self, name: str, *, author: str | None = None, history: int | None = None
+        self, name: str, *, author: str | None = None, history: int = 20
     ) -> BlockingConfig[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
+        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
     ) -> BlockingConfig[T]: ...
 
     def config(
@@ -158,7 +179,7 @@ class BlockingSession:
         *,
         type: Any = None,  # noqa: A002 - the natural name
         author: str | None = None,
-        history: int | None = None,
+        history: int = 20,
     ) -> BlockingConfig[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
         Options as for `Session.config`."""
@@ -315,7 +336,7 @@ class BlockingCampaign:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         core, runtime = self._core, self._runtime
-        candidacy = Candidacy(core, self._settings)
+        candidacy = candidacy_of(core, self._settings)
         self._entered = True
         runtime.retain()
         try:
@@ -329,7 +350,7 @@ class BlockingCampaign:
                 if term.valid:
                     break
                 runtime.finish_blocking(candidacy.leave())
-                candidacy = Candidacy(core, self._settings)
+                candidacy = candidacy_of(core, self._settings)
         except BaseException:
             runtime.release()
             raise

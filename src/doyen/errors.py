@@ -6,6 +6,7 @@
     ├── NotElected             the campaign ended without leadership, such as after `wait_s`
     │   └── AlreadyCampaigning the calling scope leads this election; waiting would deadlock
     ├── NameTaken              another member of the group has this name
+    ├── NotArrived             the barrier was not passed within `wait_s`
     ├── OrderFailed            the leader did not resign or transfer as ordered
     ├── Conflict               the document has been changed since it was read
     ├── BadDocument            a document in the store cannot be read, or fails its type
@@ -41,6 +42,7 @@ __all__ = [
     "LeaseGone",
     "NameTaken",
     "NotApplied",
+    "NotArrived",
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
@@ -76,6 +78,10 @@ class AlreadyCampaigning(NotElected):
 
 class NameTaken(DoyenError):
     """Another member of the group has this name and renews its lease."""
+
+
+class NotArrived(DoyenError):
+    """The barrier was not passed in time, because too few have arrived."""
 
 
 class OrderFailed(DoyenError):

@@ -19,6 +19,11 @@ promises hold.
     config/<name>/current                    a configuration
     config/<name>/history/<version>          what it was before
     config/<name>/applied/<subscriber>       what a subscriber has applied
+    semaphores/<name>/slots/<n>/leader       the record of one slot of a semaphore
+    semaphores/<name>/line/<ticket>          the line for all its slots
+    semaphores/<name>/size                   how many slots it has
+    barriers/<name>/line/<ticket>            who has arrived at a barrier
+    barriers/<name>/state                    who has passed it
 
 Imports the errors only.
 """
@@ -49,6 +54,7 @@ __all__ = [
     "Order",
     "Published",
     "Version",
+    "barrier_key",
     "config_key",
     "described",
     "encode_json",
@@ -62,17 +68,29 @@ __all__ = [
     "published_key",
     "ready_key",
     "shards_key",
+    "size_key",
+    "slots_key",
 ]
 
 Version = Hashable
 """Opaque: compared for equality by the store that made it, never ordered."""
 
-Kind = Literal["elections", "locks", "shards"]
+Kind = Literal["elections", "locks", "semaphores", "shards"]
 """What a name stands for. An election and a lock of the same name are independent of each other.
-The name of a shard is that of its set, `/` and its number."""
+The name of a shard is that of its set, `/` and its number; so is that of a slot of a semaphore."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-LEADER: Mapping[Kind, str] = {"elections": "leader", "locks": "holder", "shards": "owner"}
-HAS: Mapping[Kind, str] = {"elections": "leads", "locks": "has", "shards": "owns"}
+LEADER: Mapping[Kind, str] = {
+    "elections": "leader",
+    "locks": "holder",
+    "semaphores": "holder",
+    "shards": "owner",
+}
+HAS: Mapping[Kind, str] = {
+    "elections": "leads",
+    "locks": "has",
+    "semaphores": "has",
+    "shards": "owns",
+}
 """Words of messages."""
 
 CLAIM_BYTES = 64 * 1024
@@ -331,6 +349,9 @@ def described(name: str, kind: Kind) -> str:
     >>> described("billing", "elections"), described("migration", "locks")
     ("'billing'", "the lock 'migration'")
     """
+    if kind == "semaphores":
+        name, _, slot = name.rpartition("/")
+        return f"slot {slot} of the semaphore {name!r}"
     return repr(name) if kind == "elections" else f"the {kind.removesuffix('s')} {name!r}"
 
 
@@ -338,8 +359,30 @@ def leader_key(name: str, kind: Kind = "elections") -> str:
     """
     >>> leader_key("/app/leader_election")
     'elections/%2Fapp%2Fleader_election/leader'
+    >>> leader_key("pool/2", "semaphores")
+    'semaphores/pool/slots/2/leader'
     """
+    if kind == "semaphores":
+        semaphore, _, slot = name.rpartition("/")
+        if not (slot.isascii() and slot.isdecimal()):
+            raise ConfigError(f"a slot of a semaphore is named as in 'pool/0', not {name!r}")
+        return f"{slots_key(semaphore)}/{slot}/leader"
     return f"{_path(name, kind)}/leader"
+
+
+def slots_key(semaphore: str) -> str:
+    """The prefix of the slots of a semaphore."""
+    return f"semaphores/{key_segment(semaphore, 'a semaphore')}/slots"
+
+
+def size_key(semaphore: str) -> str:
+    """The document with the number of slots of a semaphore."""
+    return f"semaphores/{key_segment(semaphore, 'a semaphore')}/size"
+
+
+def barrier_key(barrier: str) -> str:
+    """The prefix of a barrier's tickets and of its state."""
+    return f"barriers/{key_segment(barrier, 'a barrier')}"
 
 
 def order_key(name: str, kind: Kind = "elections") -> str:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
-from doyen.election.candidate import Candidacy, entered_terms
+from doyen.election.candidate import Candidacy, Claiming, entered_terms
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
@@ -26,6 +26,7 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
+from doyen.manage.barrier import arrive
 from doyen.manage.members import (
     GroupMember,
     MemberOptions,
@@ -37,6 +38,7 @@ from doyen.manage.members import (
     read_members,
 )
 from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.manage.semaphore import SlotClaiming
 from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
 from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
@@ -61,6 +63,12 @@ Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, Non
 
 def enter_term(term: Term, core: SessionCore, settings: CampaignSettings) -> None:
     entered_terms.set((*entered_terms.get(), (term, core, settings)))
+
+
+def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
+    """The candidacy for an election, a lock, or a slot of a semaphore."""
+    slots = settings.kind == "semaphores"
+    return Candidacy(core, settings, SlotClaiming if slots else Claiming)
 
 
 def exit_term(term: Term, core: SessionCore) -> bool:
@@ -182,6 +190,29 @@ class Session:
         """
         return Campaign(self._opened, CampaignSettings(election=lock, kind="locks", **options))
 
+    def semaphore(self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]) -> Campaign:
+        """At most `n` holders at a time: a scope with a slot and a token, as for a lock.
+
+            async with session.semaphore("uploads", 3) as term:
+                await upload(slot=term.slot, fencing_token=term.token)
+
+        Tokens of different slots do not compare: fence with slot and token. `n` is kept in the
+        store, and another `n` for the same name raises `ConfigError`.
+        """
+        settings = CampaignSettings(election=semaphore, kind="semaphores", slots=n, **options)
+        return Campaign(self._opened, settings)
+
+    async def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
+        """Wait until `n` have arrived at the barrier, this one included, and return which time it
+        is that it was passed, from 1.
+
+            await session.barrier("migrated", 3)
+
+        A party that is gone before the barrier is passed does not count. Raises `NotArrived`
+        after `wait_s`; then this one does not count either. `n` is kept in the store.
+        """
+        return await self._run(arrive, barrier, n, wait_s)
+
     async def resign(
         self,
         election: str,
@@ -233,13 +264,11 @@ class Session:
         return await self._run(read_leader, election, kind)
 
     @overload
-    def config(
-        self, name: str, *, author: str | None = None, history: int | None = None
-    ) -> Config[Any]: ...
+    def config(self, name: str, *, author: str | None = None, history: int = 20) -> Config[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
+        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
     ) -> Config[T]: ...
 
     def config(
@@ -248,7 +277,7 @@ class Session:
         *,
         type: Any = None,  # noqa: A002 - the natural name
         author: str | None = None,
-        history: int | None = None,
+        history: int = 20,
     ) -> Config[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
 
@@ -256,8 +285,8 @@ class Session:
             document = await config.set(Settings(workers=4))
 
         `type`: a type that msgspec can decode, or of pydantic; without one, any JSON. `author`: who
-        writes (default: host name and process id). `history`: how many earlier versions are kept
-        from the next write on (default: as many as before, 20 at first).
+        writes (default: host name and process id). `history`: how many earlier versions this
+        session keeps when it writes.
         """
         from doyen.manage.config_session import Config  # only for those who use it
 
@@ -439,7 +468,7 @@ class Campaign:
         if self._entered:
             raise AlreadyCampaigning("a campaign is entered once; make another")
         core, runtime = self._core, self._core.runtime
-        candidacy = Candidacy(core, self._settings)
+        candidacy = candidacy_of(core, self._settings)
         if asyncio.current_task() is None:
             raise RuntimeError(
                 "a campaign is entered from a task, which is what a loss cancels; nothing was"
@@ -459,7 +488,7 @@ class Campaign:
                     break
                 # The term was won, and lost before this loop could enter it: campaign again.
                 await runtime.finish(candidacy.leave())
-                candidacy = Candidacy(core, self._settings)
+                candidacy = candidacy_of(core, self._settings)
         except BaseException:
             runtime.release()
             raise

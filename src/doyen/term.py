@@ -74,6 +74,7 @@ class Term:
         *,
         election: str,
         kind: Kind = "elections",
+        slot: int | None = None,
         name: str,
         meta: Meta,
         token: int,
@@ -82,7 +83,11 @@ class Term:
         publisher: Publisher | None = None,
     ) -> None:
         self.election = election
-        self._what = f"{HAS[kind]} {described(election, kind)}"
+        self.slot = slot
+        """Of a semaphore: the number of the slot, from 0. Tokens of different slots do not compare,
+        so fence with both."""
+        label = election if slot is None else f"{election}/{slot}"
+        self._what = f"{HAS[kind]} {described(label, kind)}"
         self.name = name
         self.meta = meta
         self.token = token

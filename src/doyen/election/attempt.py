@@ -68,7 +68,13 @@ class Attempt:
         self.settings = settings
         self.keepalive = keepalive
         self.id = core.next_attempt()
-        self.record_key = leader_key(settings.election, settings.kind)
+        self.slot: int | None = None
+        """The slot of a semaphore that this attempt claims or holds."""
+        self.record_key = ""
+        self.record_keys: dict[str, None] = {}
+        """Keys at which this attempt may have created its record: several for a semaphore."""
+        if settings.kind != "semaphores":
+            self.claims(None)
         self.ticket: Entry | None = None
         self.record: Entry | None = None
         self.markers: dict[str, None] = {}
@@ -85,6 +91,19 @@ class Attempt:
         self._ended = False
         keepalive.attempts.add(self.id)
         keepalive.on_loss(self, lambda _: core.runtime.post(self.wakeup.wake))
+
+    @property
+    def label(self) -> str:
+        """The name of the election or lock; for a semaphore, that of the slot."""
+        return (
+            self.settings.election if self.slot is None else f"{self.settings.election}/{self.slot}"
+        )
+
+    def claims(self, slot: int | None) -> None:
+        """The record to create is that of `slot`; None if this is not a semaphore."""
+        self.slot = slot
+        self.record_key = leader_key(self.label, self.settings.kind)
+        self.record_keys[self.record_key] = None
 
     def claim(self, meta: Meta | None = None) -> bytes:
         """The value of this attempt's ticket and record. `meta` replaces that of the settings."""
@@ -226,24 +245,57 @@ class Attempt:
                 return
 
     async def _remove_entries(self) -> None:
-        core, settings = self.core, self.settings
         await self._read_record()
         # The requests are sent in this order, without waiting in between. A successor that finds
         # the record before it is deleted waits for that.
         await asyncio.gather(self._delete(self.record), self._delete(self.ticket))
         self.record = self.ticket = None
-        if self.in_doubt and settings.recipe == "line":
-            line = line_key(settings.election, settings.kind)
-            for ticket in await core.call(core.store.list(line)):
-                if self.is_mine(ticket):
-                    await core.deletions.delete(ticket)
+        if self.in_doubt and self.settings.recipe == "line":
+            await self._remove_tickets()
         await self.remove_markers()
+
+    async def _remove_tickets(self) -> None:
+        line = line_key(self.settings.election, self.settings.kind)
+        for ticket in await self.core.call(self.core.store.list(line)):
+            if self.is_mine(ticket):
+                await self._delete(ticket)
 
     async def _read_record(self) -> None:
         """If a write is in doubt, find out which record of this attempt there is."""
         if self.in_doubt:
-            record = await self.get(self.record_key)
-            self.record = record if record is not None and self.is_mine(record) else None
+            self.record = await self._remove_other_records()
+
+    async def _remove_other_records(self) -> Entry | None:
+        """Delete records of this attempt but the one that it holds, and return that one, if any."""
+        held = None
+        for key in list(self.record_keys):
+            record = await self.get(key)
+            if record is not None and self.is_mine(record):
+                if key == self.record_key:
+                    held = record
+                else:
+                    await self._delete(record)
+        return held
+
+    async def leave_line(self) -> None:
+        """Delete the ticket and keep the record, as the holder of a slot does. After an unknown
+        outcome, further tickets and records of this attempt are looked for, for one ttl: nobody
+        else would remove them while this session lives."""
+        core, keepalive = self.core, self.keepalive
+        doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
+        while keepalive.lost_because is None and not self._ended:
+            try:
+                await self._delete(self.ticket)
+                self.ticket = None
+                if self.in_doubt:
+                    await self._remove_tickets()
+                    await self._remove_other_records()
+            except StoreError:
+                await asyncio.sleep(core.calls.retry_pause())
+                continue
+            if not self.in_doubt or core.runtime.clock.now() >= doubt_ends:
+                return
+            await asyncio.sleep(keepalive.timing.request_timeout_s)
 
     async def _delete(self, entry: Entry | None) -> None:
         if entry is not None:

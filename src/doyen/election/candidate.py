@@ -45,7 +45,7 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.events import Hindered, Waiting
-from doyen.model import Claim, Entry, Order, line_key, order_key
+from doyen.model import HAS, Claim, Entry, Order, line_key, order_key
 from doyen.term import Term, TermState
 
 __all__ = ["Candidacy", "entered_terms"]
@@ -70,6 +70,10 @@ class Claiming:
         self._created = False
         """A creation of the record was sent and is not known to have failed. It may have been
         carried out, or may be while this candidate waits in line: then all would wait for it."""
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.succession.close()
 
     async def win(self) -> Entry:
         """Wait in line and claim the record until it is this attempt's own."""
@@ -180,7 +184,8 @@ class Claiming:
         attempt, candidacy = self.attempt, self._candidacy
         if await attempt.core.deletions.delete_left_over(entry):
             return
-        if attempt.ticket is not None and await self.succession.watch():
+        takes_orders = attempt.ticket is not None and attempt.settings.kind != "semaphores"
+        if takes_orders and await self.succession.watch():
             return
         name = Claim.decode(entry.value).name
         where = "leads" if entry.key == attempt.record_key else "is ahead in line"
@@ -235,21 +240,29 @@ class Claiming:
 class Candidacy:
     """One campaign on doyen's loop: its deadline, what it waits for, and its current state."""
 
-    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+    def __init__(
+        self,
+        core: SessionCore,
+        settings: CampaignSettings,
+        claiming: type[Claiming] = Claiming,
+    ) -> None:
         """On the caller's thread. Raises if the session is closed, or if the calling scope would
         wait for itself."""
         if core.closed:
             raise SessionClosed(core.closed)
-        for term, where, other in entered_terms.get():
-            if (
-                where is core
-                and (other.election, other.kind) == (settings.election, settings.kind)
-                and term.state in (TermState.LEADER, TermState.UNSURE)
-            ):
-                raise AlreadyCampaigning(
-                    f"{term.name!r} already leads {settings.election!r} in this scope and session:"
-                    " a second campaign would wait for the first without end"
-                )
+        held = [
+            term
+            for term, where, other in entered_terms.get()
+            if where is core
+            and (other.election, other.kind) == (settings.election, settings.kind)
+            and term.state in (TermState.LEADER, TermState.UNSURE)
+        ]
+        if len(held) >= settings.slots:
+            raise AlreadyCampaigning(
+                f"{held[0].name!r} already {HAS[settings.kind]} {settings.election!r} in this scope"
+                " and session: a second campaign would wait for the first without end"
+            )
+        self._claims = claiming
         self._core = core
         self._settings = settings
         self._claiming: Claiming | None = None
@@ -291,9 +304,9 @@ class Candidacy:
                             else:
                                 keepalive = await core.leases.own(settings.stall_after_s)
                         if claiming is not None:  # its lease is lost: the store removes its entries
-                            claiming.succession.close()
+                            claiming.close()
                             claiming.attempt.end()
-                        claiming = Claiming(Attempt(core, settings, keepalive), self)
+                        claiming = self._claims(Attempt(core, settings, keepalive), self)
                         self._claiming = claiming
                     claiming.attempt.record = record = await claiming.win()
                     if self._left:
@@ -301,7 +314,7 @@ class Candidacy:
                             f"{settings.name!r} has left the election {settings.election!r}"
                         )
                     self._leading = Leading(claiming.attempt, record)
-                    claiming.succession.close()
+                    claiming.close()
                     self._claiming = None
                     return self._leading.term
                 except LeaseGone as error:
@@ -391,11 +404,15 @@ class Candidacy:
         settings, because = self._settings, self.behind
         if self.error is not None:
             because = str(self.error)
-        else:
+        elif settings.kind == "elections":
             with contextlib.suppress(StoreError):
                 leader = await read_leader(self._core, settings.election, settings.kind)
                 because = f"{leader.name!r} leads" if leader else because
         name, election = settings.name, settings.election
+        if settings.kind == "semaphores":
+            return NotElected(
+                f"{name!r} did not get a slot of the semaphore {election!r} in time: {because}"
+            )
         if settings.kind == "locks":
             return NotElected(f"{name!r} did not get the lock {election!r} in time")
         return NotElected(f"{name!r} was not elected to {election!r} in time: {because}")
@@ -419,6 +436,6 @@ class Candidacy:
         if self._leading is not None:
             return self._leading.attempt.leave(self._leading.successor)
         if self._claiming is not None:
-            self._claiming.succession.close()
+            self._claiming.close()
             return self._claiming.attempt.leave()
         return None

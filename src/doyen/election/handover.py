@@ -93,7 +93,7 @@ async def order_to_obey(attempt: Attempt, term: Term) -> Order | None:
     theirs.
     """
     core, settings = attempt.core, attempt.settings
-    entry = await attempt.get(order_key(settings.election, settings.kind))
+    entry = await attempt.get(order_key(attempt.label, settings.kind))
     if entry is None:
         return None
     if is_void(entry, term.token):

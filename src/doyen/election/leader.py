@@ -68,6 +68,7 @@ class Leading:
         self.term = make_term(
             election=settings.election,
             kind=settings.kind,
+            slot=attempt.slot,
             name=settings.name,
             meta=settings.meta,
             token=record.revision,
@@ -93,9 +94,10 @@ class Leading:
 
     def _emit(self, event: Callable[..., Event], planned: bool = False, **fields: object) -> None:
         """Emit an event of this term. `fields` are those that not all of them have."""
+        identity = {**self.attempt.settings.identity, "election": self.attempt.label}
         token, lease = self.term.token, self.attempt.keepalive.lease.id
         self.attempt.core.telemetry.emit(
-            event(**self.attempt.settings.identity, token=token, lease=lease, **fields),
+            event(**identity, token=token, lease=lease, **fields),
             planned=planned,
         )
 

@@ -14,6 +14,8 @@ from doyen.lease.timing import Timing
 from doyen.model import Claim, Kind, Meta, leader_key
 
 Recipe = Literal["line", "race"]
+MAX_SLOTS = 1000
+"""Of a semaphore. Who is first in line lists them all."""
 OnOverrun = Literal["report", "exit"]
 
 
@@ -116,6 +118,8 @@ class CampaignSettings:
     stall_after_s: float | None = None
     on_overrun: OnOverrun = "report"
     member: Eligibility | None = None
+    slots: int = 1
+    """How many may hold it at a time: more than one for a semaphore only."""
 
     @property
     def identity(self) -> CampaignIdentity:
@@ -123,7 +127,7 @@ class CampaignSettings:
         return {"election": self.election, "election_kind": self.kind, "name": self.name}
 
     def __post_init__(self) -> None:
-        leader_key(self.election, self.kind)
+        leader_key(f"{self.election}/0" if self.kind == "semaphores" else self.election, self.kind)
         object.__setattr__(self, "name", self.name or default_name())
         object.__setattr__(self, "meta", meta_of(self.meta))
         Claim(self.name, "", self.meta).encode()
@@ -131,6 +135,11 @@ class CampaignSettings:
             raise ConfigError(f"recipe is 'line' or 'race', not {self.recipe!r}")
         if self.on_overrun not in ("report", "exit"):
             raise ConfigError(f"on_overrun is 'report' or 'exit', not {self.on_overrun!r}")
+        slots: object = self.slots
+        if type(slots) is not int or not 1 <= slots <= MAX_SLOTS:
+            raise ConfigError(f"a semaphore has 1 to {MAX_SLOTS} slots, not {self.slots!r}")
+        if self.kind == "semaphores" and (self.recipe != "line" or self.preempt):
+            raise ConfigError("a semaphore has a line: recipe and preempt are for elections")
         priority: object = self.priority
         if not isinstance(priority, int) or not -(2**31) < priority < 2**31:
             raise ConfigError(f"priority is a 32-bit integer, not {self.priority!r}")

@@ -76,6 +76,8 @@ async def order_transfer(
     core: SessionCore, election: str, *, kind: Kind, to: str, wait_s: float
 ) -> Leader:
     """Have the leader transfer to the candidate named `to`, and return that one once it leads."""
+    if kind == "semaphores":
+        raise OrderFailed("a slot of a semaphore cannot be transferred: have its holder resign")
     record, tickets = await asyncio.gather(
         _record(core, election, kind), _tickets(core, election, kind)
     )

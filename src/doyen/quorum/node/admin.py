@@ -193,11 +193,9 @@ class Administration:
                 respond(NOT_LEADING)
                 return False
             wanted = changed(core.membership, request)
-            if wanted == core.membership == self._applier.membership:
+            if wanted == core.membership:
                 return True
-            if wanted == core.membership:  # the same request was made before; it may be undone yet
-                reason = "the change is not committed yet; ask again in a moment"
-            elif len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
+            if len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
                 reason = "the version of the cluster is being raised; ask again in a moment"
             else:
                 reason = self._proposals.append(ChangeAsked(wanted), Batch.forwarded([], respond))

@@ -1,0 +1,341 @@
+"""Barriers: nobody passes before n have arrived. Single rules, then random faults and an oracle.
+
+That the oracle can see is shown at the end, on variants of the code with one rule broken each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import doyen
+from doyen import NotArrived, Session
+from doyen.errors import ConfigError, OutcomeUnknown
+from doyen.manage import barrier as module
+from doyen.manage.barrier import _Party, _Ticket
+from doyen.model import barrier_key
+from doyen.testing.faults import Faults, LostCall, Stray, Unanswered
+from support import TTL_S as PLACE_TTL_S
+from support import Place, core_of, run_in_place, until, virtual
+from swarm import TTL_S, Oracle, Process, SafetyViolated, World
+
+REQUEST_S = PLACE_TTL_S / 6
+
+
+def line(place: Place) -> int:
+    return len(place.server.list(f"{barrier_key('b')}/line"))
+
+
+@virtual
+async def test_nobody_passes_before_all_have_arrived(place: Place) -> None:
+    sessions = [await place.open() for _ in range(3)]
+    first = [asyncio.create_task(session.barrier("b", 3)) for session in sessions[:2]]
+    await asyncio.sleep(PLACE_TTL_S)
+    assert not any(task.done() for task in first)
+    assert await sessions[2].barrier("b", 3) == 1
+    assert await asyncio.gather(*first) == [1, 1]
+    assert await asyncio.gather(*(session.barrier("b", 3) for session in sessions)) == [2, 2, 2]
+
+
+@virtual
+async def test_one_session_may_arrive_more_than_once(place: Place) -> None:
+    session = await place.open()
+    assert await asyncio.gather(*(session.barrier("b", 4) for _ in range(4))) == [1] * 4
+
+
+@virtual
+async def test_of_more_than_n_exactly_n_pass(place: Place) -> None:
+    session = await place.open()
+    five = [asyncio.create_task(session.barrier("b", 2)) for _ in range(5)]
+    await asyncio.sleep(1)
+    assert sorted(task.result() for task in five if task.done()) == [1, 1, 2, 2]
+    assert await session.barrier("b", 2) == 3
+    await asyncio.gather(*five)
+
+
+@virtual
+async def test_who_gives_up_is_not_counted(place: Place) -> None:
+    session, other = await place.open(), await place.open()
+    with pytest.raises(NotArrived, match="1 of 2 had arrived"):
+        await session.barrier("b", 2, wait_s=1)
+    assert line(place) == 0
+    waiting = asyncio.create_task(other.barrier("b", 2))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    assert await session.barrier("b", 2) == await waiting == 1
+
+
+@virtual
+async def test_who_dies_is_not_counted(place: Place) -> None:
+    faults = Faults()
+    session, other = await place.open(faults), await place.open()
+    dying = asyncio.create_task(session.barrier("b", 2))
+    await until(lambda: line(place) == 1)
+    faults.cut()
+    await until(lambda: line(place) == 0)
+    waiting = asyncio.create_task(other.barrier("b", 2))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    faults.heal()
+    assert await dying == await waiting == 1
+
+
+@virtual
+async def test_another_n_is_refused(place: Place) -> None:
+    session = await place.open()
+    assert await session.barrier("b", 1) == 1
+    with pytest.raises(ConfigError, match="is for 1 in this store, not 2"):
+        await session.barrier("b", 2)
+    with pytest.raises(ConfigError, match="1 to 256"):
+        await session.barrier("b", 0)
+
+
+@pytest.mark.parametrize("operation", ["enqueue", "update", "put"])
+@pytest.mark.parametrize(
+    "fault", [LostCall(), Unanswered(), Stray(after_s=1.5 * REQUEST_S)], ids=str
+)
+@virtual
+async def test_lost_responses_are_resolved(
+    place: Place, operation: str, fault: LostCall | Unanswered | Stray
+) -> None:
+    faults = Faults()
+    session, other = await place.open(faults), await place.open()
+    faults.next(operation, fault)
+    both = await asyncio.gather(session.barrier("b", 2), other.barrier("b", 2))
+    assert [*both] == [1, 1]
+    await asyncio.sleep(2 * PLACE_TTL_S)
+    assert line(place) == 0
+
+
+def test_blocking_code_arrives_too() -> None:
+    with doyen.connect_blocking("memory://barriers") as session:
+        assert session.barrier("b", 1) == 1
+        with pytest.raises(NotArrived):
+            session.barrier("c", 2, wait_s=0.05)
+
+
+# Under random faults.
+
+N = 3
+
+
+class BarrierOracle(Oracle):
+    """Each time the barrier is passed, exactly n do, and each of them has arrived and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: dict[str, str] = {}
+        """Sessions that have arrived, with the names of their processes."""
+        self.counted: dict[str, int] = {}
+        """By session: the last time that it was counted in."""
+        self.times = 0
+
+    def state(self, value: bytes) -> None:
+        by_time: dict[int, list[str]] = {}
+        for attempt, time in json.loads(value)["passed"].items():
+            by_time.setdefault(time, []).append(attempt.rpartition("-")[0])
+        newest = max(by_time, default=0)
+        if newest <= self.times:
+            return
+        those = by_time[newest]
+        if newest != self.times + 1 or len(set(those)) != N:
+            self.object(f"{those} passed at time {newest} after {self.times}")
+        for session in those:
+            if session not in self.inside:
+                self.object(f"{session} was counted at time {newest} and had not arrived")
+            self.counted[session] = newest
+        self.times = newest
+
+
+class Arriving(Process):
+    """Arrives over and over; some give up."""
+
+    world: BarrierWorld
+
+    async def act(self, session: Session) -> None:
+        oracle, rng, last = self.world.oracle, self.world.rng, 0
+        me = core_of(session).id
+        while True:
+            await asyncio.sleep(rng.expovariate(2))
+            wait_s = None if self.world.fair or rng.random() < 0.5 else rng.uniform(0.01, TTL_S)
+            oracle.inside[me] = self.name
+            try:
+                passed = await session.barrier("swarm", N, wait_s=wait_s)
+                if passed != oracle.counted.get(me) or passed <= last:
+                    oracle.object(f"{self.name} passed at {passed}, after {last}: {oracle.counted}")
+                last = passed
+                oracle.somebody_leads.set()
+            except NotArrived:
+                if oracle.counted.get(me, 0) > last:
+                    oracle.object(f"{self.name} gave up and is counted at {oracle.counted[me]}")
+            except OutcomeUnknown:
+                last = oracle.counted.get(me, 0)
+                await asyncio.sleep(2 * TTL_S)  # it may still be counted
+            del oracle.inside[me]
+
+
+class BarrierWorld(World):
+    oracle: BarrierOracle
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.server.oracle = self.oracle = BarrierOracle()
+        self.fair = False
+        changed = self.server._changed
+
+        def look(key: str) -> None:
+            changed(key)
+            if key.endswith("/state"):
+                self.oracle.state(self.server._entries[key].value)
+
+        self.server._changed = look  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self.started += 1
+        self.processes.append(Arriving(self, f"p{self.started}"))
+
+
+def run_barrier_world(seed: int, *, candidates: int = 4, steps: int = 20) -> BarrierWorld:
+    world = BarrierWorld(seed)
+
+    async def live() -> None:
+        await world.trouble(candidates, steps)
+        for _ in range(N):
+            world.start()
+        world.fair = True
+        world.calm()
+        await asyncio.sleep(5 * TTL_S)
+        world.oracle.somebody_leads.clear()
+        async with asyncio.timeout(5 * TTL_S):
+            await world.oracle.somebody_leads.wait()
+        await world.end()
+
+    world.watch_over(live())
+    return world
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_barriers_in_much_trouble(seed: int) -> None:
+    assert run_barrier_world(seed).oracle.times > 0
+
+
+def unmarked_tickets_count(patch: pytest.MonkeyPatch) -> None:
+    """A ticket counts from its creation on, also if its party never knew of it."""
+    patch.setattr(_Ticket, "arrived", property(lambda self: self.mark != "gone"))
+
+
+def given_up_without_the_state(patch: pytest.MonkeyPatch) -> None:
+    """Who gives up deletes its ticket and does not wait for a release that has counted it."""
+
+    async def withdraw(self: _Party) -> int | None:
+        try:
+            async with asyncio.timeout(0.5):
+                await self._mark_as_gone()
+        except (OutcomeUnknown, TimeoutError):
+            pass
+        return None
+
+    patch.setattr(_Party, "withdraw", withdraw)
+
+
+def those_who_passed_count_again(patch: pytest.MonkeyPatch) -> None:
+    """Tickets that stand after their parties have passed count for the next time."""
+    release = _Party._release
+
+    async def forget(self: _Party, state: object, those: list[str], standing: set[str]) -> None:
+        await release(self, state, those, set())  # type: ignore[arg-type]
+
+    patch.setattr(_Party, "_release", forget)
+    patch.setattr(module, "REMEMBERED", 1)
+
+
+def one_too_few(patch: pytest.MonkeyPatch) -> None:
+    """It is passed when one is still missing."""
+    release = _Party._try
+
+    async def early(self: _Party) -> int | None:
+        n, self._n = self._n, self._n
+        module_state = module._Party._state
+
+        async def state(party: _Party) -> object:
+            party._n = n
+            found = await module_state(party)
+            party._n = n - 1
+            return found
+
+        self._state = state.__get__(self)  # type: ignore[method-assign]
+        return await release(self)
+
+    patch.setattr(_Party, "_try", early)
+
+
+SEEDS = 60
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        unmarked_tickets_count,
+        given_up_without_the_state,
+        those_who_passed_count_again,
+        one_too_few,
+    ],
+)
+def test_the_oracle_sees(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        broken(patch)
+        seed = next(seed for seed in range(SEEDS) if violated(seed))
+    assert not violated(seed)
+
+
+def violated(seed: int) -> bool:
+    try:
+        run_barrier_world(seed)
+    except (SafetyViolated, TimeoutError):
+        return True
+    return False
+
+
+def marks_come_late(patch: pytest.MonkeyPatch) -> None:
+    """Who gives up marks only tickets that it had marked, so a mark under way counts later."""
+
+    async def marked_only(self: _Party) -> None:
+        core = self._core
+        for ticket in await self._tickets():
+            if ticket.arrived and ticket.attempt in self._attempts:
+                value = _Ticket.encode(ticket.attempt, "gone")
+                await core.call(core.store.update(ticket.entry, value))
+
+    patch.setattr(_Party, "_mark_as_gone", marked_only)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_mark_that_is_carried_out_late_does_not_count(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The party gives up while its mark is under way, and its ticket stands for a while."""
+    if broken:
+        marks_come_late(monkeypatch)
+
+    async def late(place: Place) -> None:
+        faults = Faults()
+        session, other = await place.open(faults), await place.open()
+        faults.next("update", Stray(after_s=0.3 * REQUEST_S))
+        faults.next("delete", LostCall())
+        with pytest.raises(NotArrived):
+            await session.barrier("b", 2, wait_s=0.1 * REQUEST_S)
+        waiting = asyncio.create_task(other.barrier("b", 2))
+        await asyncio.sleep(PLACE_TTL_S)
+        assert waiting.done() is broken
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    run_in_place(late)
