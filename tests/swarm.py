@@ -235,9 +235,11 @@ class Process:
             stop_budget_s=world.stop_budget_s,
             sinks=(world.oracle.hear,),
         )
-        store = FaultyStore(WatchedClient(world.server, self.clock), self.faults)
-        async with Session(asked, runtime, store) as session:
+        async with Session(asked, runtime, self.store()) as session:
             await self.act(session)
+
+    def store(self) -> FaultyStore:
+        return FaultyStore(WatchedClient(self.world.server, self.clock), self.faults)
 
     async def act(self, session: Session) -> None:
         """What it does, until it is stopped."""

@@ -128,6 +128,19 @@ async def test_what_a_writer_left_beyond_the_bound_is_deleted_by_a_later_one(pla
 
 
 @virtual
+async def test_the_bound_of_the_history_holds_for_later_writers_too(place: Place) -> None:
+    service = (await place.open()).config("limits", history=30)
+    tool = (await place.open()).config("limits")
+    for n in range(1, 26):
+        await service.set(n)
+    await tool.set("by hand")
+    assert len(history_of(place)) == 25
+    await (await place.open()).config("limits", history=2).set("fewer")
+    await tool.set("by hand")  # an even version: all are looked through
+    assert sorted(history_of(place)) == [26, 27]
+
+
+@virtual
 async def test_rollback_writes_the_old_value_as_a_new_version(place: Place) -> None:
     session = await place.open()
     config = session.config("limits", type=Limits, author="ann")

@@ -504,7 +504,7 @@ def unknown_is_refused(patch: pytest.MonkeyPatch) -> None:
 def trimmed_too_far(patch: pytest.MonkeyPatch) -> None:
     """The history is shorter than was asked for."""
     trim = ConfigStore._trim
-    patch.setattr(ConfigStore, "_trim", lambda self, version: trim(self, version + 2))
+    patch.setattr(ConfigStore, "_trim", lambda self, version, keep: trim(self, version, keep - 2))
 
 
 SEEDS = 40

@@ -415,6 +415,16 @@ class ExpiresWithoutNotifying(MemoryServer):
         return _NoAlarm(self, loop)
 
 
+@caught_by("the_end_of_one_of_many_leases_notifies")
+class NotifiesOfTheFirstOnly(MemoryServer):
+    """Follows only the first leases under a prefix."""
+
+    def _changed(self, key: str) -> None:
+        prefix = key.rpartition("/")[0]
+        if sum(each < key for each in self._under(prefix)) < 16:
+            super()._changed(key)
+
+
 class _SingleAlarm(memory._Alarm):
     def _ring(self) -> None:
         self._server.expire()

@@ -709,3 +709,23 @@ async def test_members_that_leave_are_reached_until_the_change_is_committed(worl
     await removal
     await world.until(lambda: leaves.id not in world.links[stays].addresses)
     assert leaves.id not in world.links[leader.id].addresses
+
+
+@with_world
+async def test_a_repeated_request_is_not_confirmed_before_the_change_is_committed(
+    world: World,
+) -> None:
+    """A client whose connection breaks makes its request again on another node. A change that is
+    not committed may still be undone by the next leader."""
+    (leader,) = world.leaders()
+    leaves, other = (node for node in world.nodes if node != leader.id)
+    for disk in world.disks.values():
+        disk.sync_s = 0.5
+    first = asyncio.ensure_future(leader.admin.perform("remove", leaves))
+    await asyncio.sleep(0.1)
+    with pytest.raises(OrderFailed, match="not committed yet; ask again"):
+        await world.nodes[other].admin.perform("remove", leaves)
+    assert not first.done()
+    await first
+    assert leaves not in leader.applier.membership.everyone
+    await world.nodes[other].admin.perform("remove", leaves)

@@ -12,7 +12,7 @@ from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
 from doyen.manage.members import MemberOptions, MemberValue
 from doyen.model import Member, MemberChange, member_key, members_key
-from doyen.testing.faults import Faults, LostCall, Odds, RefusedCall, Stray, Unanswered
+from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
 from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
 
 GROUP = "workers"
@@ -495,3 +495,21 @@ async def test_with_failing_links_everything_comes_right(place: Place) -> None:
             faults.odds = Odds()
             await asyncio.sleep(3 * TTL_S)
             assert listed(place) == {}
+
+
+@virtual
+async def test_a_member_that_leaves_lets_go_of_its_name_before_others_can_take_it(
+    place: Place,
+) -> None:
+    """The response to the deletion is late, and another has the name by then."""
+    faults = Faults()
+    session, other = await place.open(faults), await place.open()
+    scope = session.member(GROUP, name="a")
+    member = await scope.__aenter__()
+    faults.next("delete", Late(after_s=0.9))
+    leaving = asyncio.create_task(scope.__aexit__())
+    await until(lambda: not listed(place))
+    async with other.member(GROUP, name="a") as heir:
+        assert (member.incarnation, heir.incarnation) == (None, listed(place)["a"])
+        assert not leaving.done()
+        await leaving

@@ -1,14 +1,15 @@
-"""The stores' kit: URLs, the life of stores and watches, failover."""
+"""The stores' kit: URLs, the life of stores and watches, failover, batches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
 from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.stores.kit import url as options
+from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.failover import answer_within, failover
 from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle
 from doyen.stores.port import StoreURL
@@ -132,3 +133,93 @@ async def test_failover() -> None:
     with pytest.raises(StoreUnavailable, match=r"s does not answer within 0\.01 s"):
         async with answer_within(0.01, "s"):
             await asyncio.Event().wait()
+
+
+class Calls:
+    """Calls of batches: each waits until the test ends it."""
+
+    def __init__(self, *, most: int = 3, in_flight: int = 1) -> None:
+        self.sent: list[list[int]] = []
+        self.ends: list[asyncio.Future[Sequence[int | BaseException]]] = []
+        self.batches = Batches(self._send, most=most, in_flight=in_flight)
+
+    async def _send(self, requests: Sequence[int]) -> Sequence[int | BaseException]:
+        self.sent.append([*requests])
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return await self.ends[-1]
+
+    async def ask(self, *requests: int) -> list[asyncio.Task[int]]:
+        """Make requests in one turn of the loop, and let what can be sent be sent."""
+        asked = [asyncio.ensure_future(self.batches.ask(request)) for request in requests]
+        await turns()
+        return asked
+
+
+class Particular(Exception):
+    """An exception that cannot be made from its arguments."""
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(reason)
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_requests_share_calls_and_those_beyond_the_limit_wait() -> None:
+    calls = Calls()
+    asked = await calls.ask(1, 2, 3, 4) + await calls.ask(5)
+    assert calls.sent == [[1, 2, 3]]
+    calls.ends[0].set_result([10, StoreUnavailable("no"), 30])
+    await turns()
+    assert calls.sent == [[1, 2, 3], [4, 5]]
+    calls.ends[1].set_result([40, 50])
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert [*map(str, outcomes)] == ["10", "no", "30", "40", "50"]
+
+
+async def test_a_batch_whose_callers_gave_up_is_cancelled_before_the_next_begins() -> None:
+    calls = Calls(in_flight=2)
+    first, second = await calls.ask(1, 2)
+    (waiting,) = await calls.ask(3)
+    first.cancel()
+    await turns()
+    assert not calls.ends[0].cancelled()
+    second.cancel()
+    (late,) = await calls.ask(4)
+    assert calls.ends[0].cancelled()
+    assert calls.sent == [[1, 2], [3], [4]]
+    calls.ends[1].set_result([30])
+    calls.ends[2].set_result([40])
+    assert (await waiting, await late) == (30, 40)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (lambda call: call.set_exception(OutcomeUnknown("late")), OutcomeUnknown),
+        (lambda call: call.set_exception(UnicodeDecodeError("utf-8", b"", 0, 1, "")), ValueError),
+        (lambda call: call.set_exception(Particular(reason="x")), Particular),
+        (lambda call: call.set_result([1]), OutcomeUnknown),
+        (lambda call: call.cancel(), OutcomeUnknown),
+    ],
+)
+async def test_every_caller_of_a_batch_gets_an_outcome(
+    end: Callable[[asyncio.Future[Sequence[int | BaseException]]], object],
+    expected: type[Exception],
+) -> None:
+    calls = Calls()
+    asked = await calls.ask(1, 2, 3)
+    end(calls.ends[0])
+    async with asyncio.timeout(5):
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(outcome, expected) for outcome in outcomes)
+
+
+async def test_requests_in_flight_fail_when_batches_are_closed() -> None:
+    calls = Calls()
+    asked = [asyncio.ensure_future(calls.batches.ask(1))]
+    await asyncio.sleep(0)
+    await calls.batches.close()
+    assert isinstance((await asyncio.gather(*asked, return_exceptions=True))[0], OutcomeUnknown)

@@ -474,3 +474,75 @@ def test_a_lease_followed_since_opening_does_not_delay_the_others() -> None:
 
     clock = VirtualClock()
     run_virtual(test(), clock=clock)
+
+
+class Members:
+    """Many leases under one prefix, each renewed in its own rhythm."""
+
+    def __init__(self, clock: VirtualClock, count: int) -> None:
+        self._clock = clock
+        self._chance = random.Random(count)
+        self.leases = {f"m{n}": self._chance.uniform(-TTL_S / 3, 0.0) for n in range(count)}
+        """When each was last renewed."""
+        self.counters = dict.fromkeys(self.leases, 0)
+        self.silent: set[str] = set()
+        self.looks = 0
+        self.ended: dict[str, float] = {}
+
+    async def renew(self) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 100)
+            now = self._clock.now()
+            for lease in self.leases.keys() - self.silent:
+                if now - self.leases[lease] > TTL_S / 3 * self._chance.uniform(0.9, 1.1):
+                    self.leases[lease], self.counters[lease] = now, self.counters[lease] + 1
+
+    async def survey(self, scopes: Sequence[str]) -> dict[str, Survey]:
+        return {scope: Survey(frozenset(), frozenset(self.leases)) for scope in scopes}
+
+    async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
+        self.looks += 1
+        now = self._clock.now()
+        return [
+            LeaseRow(
+                lease,
+                round(TTL_S * 1e6),
+                self.counters[lease],
+                round((now - self.leases[lease]) * 1e6),
+                "server",
+            )
+            for lease in leases
+        ]
+
+    async def expire(self, lease: str, counter: int) -> None:
+        assert self.counters[lease] == counter
+        del self.leases[lease]
+        self.ended[lease] = self._clock.now()
+
+    async def position(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("count", [1, 200, 1000])
+def test_many_leases_are_looked_at_together(count: int) -> None:
+    """The queries of a watch do not grow with the number of leases, and each end is noticed."""
+    clock = VirtualClock()
+
+    async def test() -> None:
+        members = Members(clock, count)
+        renewing = asyncio.create_task(members.renew())
+        observer = LeaseObserver(members, clock.now, None)
+        await observer.watch("members/g", lambda: None)
+        await asyncio.sleep(10 * TTL_S)
+        assert not members.ended
+        assert members.looks <= 10 * 12
+        dead = f"m{count - 1}"
+        members.silent.add(dead)
+        renewed_at = members.leases[dead]
+        await asyncio.sleep(2 * TTL_S)
+        assert TTL_S <= members.ended.pop(dead) - renewed_at <= 1.6 * TTL_S
+        assert not members.ended
+        observer.close()
+        renewing.cancel()
+
+    run_virtual(test, clock=clock)

@@ -152,6 +152,39 @@ def test_results_wait_until_the_client_takes_them() -> None:
     on_quorum(test)
 
 
+class Closing(Client):
+    """Is not closed at once: the operating system still sends what was written before."""
+
+    ending = False
+    attempts = 0
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        self.attempts += 1
+        return not self.ending and super().send(kind, *parts)
+
+    def close(self) -> None:
+        self.ending, self.congested = True, False
+
+
+def test_nothing_is_read_for_a_client_whose_connection_is_being_closed() -> None:
+    """It may have a quarter of a million requests waiting, each for a value of a megabyte."""
+
+    async def test(quorum: Quorum) -> None:
+        client = Closing(quorum.services[await quorum.leader()])
+        await client.do(1, Put("k", b"", 0))
+        client.congested = True
+        client.put(*(Get(-n, "k") for n in range(1, 41)))
+        await asyncio.sleep(0.1)
+        client.put(Write(1, [2], [encode(Put("unread", b"", 0))]))
+        before = client.attempts
+        client.close()
+        await asyncio.sleep(0.1)
+        assert client.attempts == before
+        assert quorum.keyspace(await quorum.leader()).get("unread") is None
+
+    on_quorum(test)
+
+
 def test_while_every_disk_is_full_leases_are_renewed_and_ended() -> None:
     async def test(quorum: Quorum) -> None:
         world = quorum.world

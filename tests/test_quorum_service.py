@@ -105,6 +105,10 @@ class Client:
     def welcome(self, on_frames: Any, on_end: Any) -> None:
         self._on_frames, self._on_end = on_frames, on_end
 
+    @property
+    def ending(self) -> bool:
+        return self.closed
+
     def refuse(self, reason: CloseReason, text: str) -> None:
         self.refused = reason
 

@@ -69,7 +69,7 @@ class Follower:
 class ServerSide:
     """The node's end of a connection; what it sends waits in `out`."""
 
-    role, granted, closed = "client", "client", False
+    role, granted, ending, closed = "client", "client", False, False
 
     def __init__(self) -> None:
         self.out: list[Frame] = []

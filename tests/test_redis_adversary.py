@@ -256,3 +256,20 @@ def test_many(kind: str, block: int) -> None:
                 contest(seed, failover=True, replicas=1)
             case _:
                 contest(seed, failover=True, oracle=Tokens)
+
+
+async def request_was_not_sent(room: Room) -> bool:
+    """A key that UTF-8 cannot carry. Returns whether later requests get their own responses."""
+    lease = await room.holder.grant(TTL_S)
+    created = await room.holder.create(KEY, b"v", lease)
+    with pytest.raises(UnicodeEncodeError):
+        await room.holder.get("\udc80")
+    async with asyncio.timeout(1.0):
+        return (await room.holder.get(KEY), await room.holder.get("none")) == (
+            created.entry,
+            None,
+        )
+
+
+def test_a_request_that_cannot_be_encoded_shifts_no_responses() -> None:
+    assert Room(request_was_not_sent).survived

@@ -8,14 +8,18 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from kazoo.protocol.serialization import CheckVersion
 
 from adversary import ROUGH
 from doyen.errors import LeaseGone, StoreError
-from doyen.model import Entry, Lease, leader_key
+from doyen.model import Entry, Lease, Version, leader_key
+from doyen.stores.nats.leases import NatsLeases
+from doyen.stores.nats.store import NatsStore
 from doyen.stores.port import Store
+from doyen.stores.zookeeper.store import ZooKeeperStore, _Unchanged
 from doyen.testing.conformance.interruptions import InterruptionConformance
 from doyen.testing.conformance.updates import UpdateConformance
 from doyen.testing.conformance.watches import WatchConformance
@@ -215,3 +219,91 @@ def test_an_update_of_any_version_is_detected(engine: str, monkeypatch: pytest.M
         return False
 
     assert any(map(is_detected, range(5)))
+
+
+def meets(
+    engine: str, patch: pytest.MonkeyPatch, test: Callable[[Store, Store], Awaitable[None]]
+) -> None:
+    """Run a test with two clients of a simulated server that makes no errors."""
+    harness = WiredHarness(engine, patch)
+
+    async def main() -> None:
+        try:
+            await test(await harness.client(), await harness.client())
+        finally:
+            await harness.close_clients()
+
+    harness.run(main)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("created_here", [True, False])
+def test_zookeeper_a_delayed_update_does_not_hit_a_successor(
+    broken: bool, created_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry is created again between the read and the write of an update. The versions of both
+    znodes are 0; a variant that checks nothing else writes to the wrong one."""
+    unchanged = ZooKeeperStore._unchanged
+
+    async def test(store: Store, other: Store) -> None:
+        owner = store if created_here else other
+        lease, next_lease = await owner.grant(60), await other.grant(60)
+        entry = (await owner.create(KEY, b"old", lease)).entry
+        delays = [None]
+
+        async def delayed(self: ZooKeeperStore, path: str, version: Version) -> _Unchanged | None:
+            same = await unchanged(self, path, version)
+            if self is store and delays:
+                delays.pop()
+                assert await other.delete(KEY)
+                assert (await other.create(KEY, b"next", next_lease)).won
+                if broken and same is not None:
+                    return same._replace(check=CheckVersion("/", -1))
+            return same
+
+        monkeypatch.setattr(ZooKeeperStore, "_unchanged", delayed)
+        updated = await store.update(entry, b"late")
+        found = await other.get(KEY)
+        assert found is not None
+        assert (updated is None) == (not broken)
+        assert found.value == (b"late" if broken else b"next")
+
+    meets("zookeeper", monkeypatch, test)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_nats_an_update_after_the_end_of_the_lease_is_void(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease ends between the check and the write of an update, and what it owned is not removed
+    yet. A variant that does not look at the lease again reports a success."""
+
+    async def left(self: NatsLeases, keys: object) -> None:
+        return
+
+    async def without_the_check(self: NatsStore, entry: Entry, value: bytes) -> Entry | None:
+        present = await self._present(entry.key, entry.version)
+        return None if present is None else await self._replace(present, value)
+
+    monkeypatch.setattr(NatsLeases, "_delete_void", left)
+    if broken:
+        monkeypatch.setattr(NatsStore, "update", without_the_check)
+
+    async def test(store: Store, other: Store) -> None:
+        assert isinstance(store, NatsStore)
+        lease, next_lease = await other.grant(60), await other.grant(60)
+        entry = (await other.create(KEY, b"old", lease)).entry
+        write = store._mirror.write
+
+        async def delayed(*given: Any) -> int:
+            await other.revoke(lease)
+            return await write(*given)
+
+        monkeypatch.setattr(store._mirror, "write", delayed)
+        updated = await store.update(entry, b"late")
+        assert (updated is None) == (not broken)
+        monkeypatch.setattr(store._mirror, "write", write)
+        assert await store.get(KEY) is None
+        assert (await other.create(KEY, b"next", next_lease)).won
+
+    meets("nats", monkeypatch, test)

@@ -165,12 +165,12 @@ class BlockingSession:
 
     @overload
     def config(
-        self, name: str, *, author: str | None = None, history: int = 20
+        self, name: str, *, author: str | None = None, history: int | None = None
     ) -> BlockingConfig[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
+        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
     ) -> BlockingConfig[T]: ...
 
     def config(
@@ -179,7 +179,7 @@ class BlockingSession:
         *,
         type: Any = None,  # noqa: A002 - the natural name
         author: str | None = None,
-        history: int = 20,
+        history: int | None = None,
     ) -> BlockingConfig[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
         Options as for `Session.config`."""

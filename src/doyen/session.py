@@ -264,11 +264,13 @@ class Session:
         return await self._run(read_leader, election, kind)
 
     @overload
-    def config(self, name: str, *, author: str | None = None, history: int = 20) -> Config[Any]: ...
+    def config(
+        self, name: str, *, author: str | None = None, history: int | None = None
+    ) -> Config[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int = 20
+        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
     ) -> Config[T]: ...
 
     def config(
@@ -277,7 +279,7 @@ class Session:
         *,
         type: Any = None,  # noqa: A002 - the natural name
         author: str | None = None,
-        history: int = 20,
+        history: int | None = None,
     ) -> Config[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
 
@@ -285,8 +287,8 @@ class Session:
             document = await config.set(Settings(workers=4))
 
         `type`: a type that msgspec can decode, or of pydantic; without one, any JSON. `author`: who
-        writes (default: host name and process id). `history`: how many earlier versions this
-        session keeps when it writes.
+        writes (default: host name and process id). `history`: how many earlier versions are kept
+        from the next write on (default: as many as before, 20 at first).
         """
         from doyen.manage.config_session import Config  # only for those who use it
 

@@ -220,7 +220,8 @@ class Unlisted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishFailed(Event):
-    """The list of a group could not be published. It is tried again."""
+    """The list of a group cannot be published, or cannot be read, for a reason that does not pass,
+    such as its size. It is tried again after the next change."""
 
     level: ClassVar[int] = logging.WARNING
     log_name: ClassVar[str] = "publish_failed"

@@ -1,6 +1,6 @@
 """Configurations: a versioned document with a type, a bounded history, and readers without gaps.
 
-    config/<name>/current              {schema, version, id, author, at, previous, value}
+    config/<name>/current              {schema, version, id, author, at, previous, history, value}
     config/<name>/history/<version>    the same bytes, of an earlier version
     config/<name>/applied/<subscriber> see `doyen.manage.applied`
 
@@ -56,6 +56,9 @@ __all__ = [
 T = TypeVar("T")
 log = logging.getLogger("doyen")
 
+KEEP = 20
+"""How many versions before the current one are kept, unless a writer says otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigDocument(Generic[T]):
@@ -106,11 +109,11 @@ class ConfigStore(Generic[T]):
     """One configuration in the store: reads, writes and keeps its history."""
 
     def __init__(
-        self, core: SessionCore, name: str, kind: Typed[T], *, author: str, keep: int
+        self, core: SessionCore, name: str, kind: Typed[T], *, author: str, keep: int | None
     ) -> None:
         kept: object = keep
-        if not isinstance(kept, int) or kept < 1:
-            raise ConfigError(f"history is the number of versions to keep, 1 or more, not {keep!r}")
+        if kept is not None and (not isinstance(kept, int) or kept < 1):
+            raise ConfigError(f"history is the number of versions to keep, 1 or more, not {kept!r}")
         self.core = core
         self.name = name
         self.kind = kind
@@ -230,7 +233,7 @@ class ConfigStore(Generic[T]):
                 if if_version is not None:
                     raise self._conflict(if_version, conflict.current) from None
                 continue
-            await self._trim(written.version)
+            await self._trim(written.version, written.body["history"])
             return written
 
     async def _settled_current(self) -> Versioned | None:
@@ -264,6 +267,7 @@ class ConfigStore(Generic[T]):
             "author": self._author,
             "at": self.core.runtime.clock.wall(),
             "previous": "" if current is None else current.id,
+            "history": self._kept(current),
             "value": plain,
         }
         try:
@@ -281,17 +285,23 @@ class ConfigStore(Generic[T]):
                 raise Conflict("another version was written", now) from None
             return found
 
-    async def _trim(self, version: int) -> None:
+    def _kept(self, current: Versioned | None) -> int:
+        """How many earlier versions are kept: as many as before, unless this writer says how many.
+        So a tool that writes once does not shorten the history of a service."""
+        before = KEEP if current is None else current.body.get("history")
+        return self._keep or (before if isinstance(before, int) and before > 0 else KEEP)
+
+    async def _trim(self, version: int, keep: int) -> None:
         """Delete what is older than the history that is kept.
 
         Usually that is one version. A writer that died, or copied a version very late, may have
         left others, so all are looked through from time to time.
         """
         store, prefix = self.core.store, config_key(self.name, "history")
-        oldest = version - self._keep - 1
+        oldest = version - keep - 1
         try:
             expired = [f"{prefix}/{oldest}"] if oldest > 0 else []
-            if version % self._keep == 0:
+            if version % keep == 0:
                 keys = [entry.key for entry in await self.core.call(store.list(prefix))]
                 expired = [key for key in keys if int(key.rpartition("/")[2]) <= oldest]
             for key in expired:

@@ -41,7 +41,7 @@ class _ConfigWork(Generic[T]):
     """What both kinds of sessions do, as coroutines for doyen's loop."""
 
     def __init__(
-        self, core: SessionCore, name: str, kind: Any, author: str | None, history: int
+        self, core: SessionCore, name: str, kind: Any, author: str | None, history: int | None
     ) -> None:
         self.core = core
         self.store: ConfigStore[T] = ConfigStore(
@@ -87,7 +87,7 @@ class Config(Generic[T]):
     """
 
     def __init__(
-        self, core: SessionCore, name: str, kind: Any, author: str | None, history: int
+        self, core: SessionCore, name: str, kind: Any, author: str | None, history: int | None
     ) -> None:
         self._work: _ConfigWork[T] = _ConfigWork(core, name, kind, author, history)
         self._core = core
@@ -302,7 +302,7 @@ class BlockingConfig(Generic[T]):
         name: str,
         kind: Any,
         author: str | None,
-        history: int,
+        history: int | None,
     ) -> None:
         self._work: _ConfigWork[T] = _ConfigWork(core, name, kind, author, history)
         self._core = core

@@ -221,8 +221,6 @@ class Registration:
         self.core = core
         self.settings = settings
         self.key = member_key(settings.group, settings.name)
-        self.incarnation: int | None = None
-        """None while it is not on the list."""
         self._inspection = None if settings.health is None else Inspection(core, settings)
         self._by = default_name()
         self._since = core.runtime.clock.wall()
@@ -247,6 +245,16 @@ class Registration:
         self._joined: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._listeners: dict[object, Callable[[], None]] = {}
+
+    @property
+    def incarnation(self) -> int | None:
+        """None while it is not on the list, or may not be because its lease is not valid or it is
+        leaving. Any thread."""
+        entry, keepalive = self._entry, self._keepalive
+        if entry is None or keepalive is None or self._left or self._failed:
+            return None
+        valid = self.core.runtime.clock.now() < keepalive.valid_until
+        return entry.revision if valid else None
 
     @property
     def state(self) -> MemberState:
@@ -387,13 +395,14 @@ class Registration:
             self._watch = await core.call(store.watch(self.key, self._wake.set))
         entry = await core.call(store.get(self.key))
         if self._left or self._failed:
+            self._unlisted(self._failed or "it has left", planned=True)
             if entry is not None and self._is_mine(entry):
                 await core.deletions.delete(entry)
-            self._unlisted(self._failed or "it has left", planned=True)
             return True
         value = self._value(keepalive)
-        if entry is None:
+        if entry is None or not self._is_mine(entry):
             self._unlisted("its entry was removed by another process")
+        if entry is None:
             entry = await self._create(value, keepalive)
         if not self._is_mine(entry):
             await self._wait_for_name(entry, keepalive)
@@ -497,7 +506,7 @@ class Registration:
     def _listed(self, entry: Entry) -> None:
         """The entry is what it should be."""
         new = self._entry is None or self._entry.version != entry.version
-        self._entry, self.incarnation = entry, entry.revision
+        self._entry = entry
         if self._joined is not None and not self._joined.done():
             self._joined.set_result(None)
         if self._refused:
@@ -519,7 +528,7 @@ class Registration:
         """Its entry is gone, if there was one."""
         if self._entry is None:
             return
-        gone, self._entry, self.incarnation = self._entry, None, None
+        gone, self._entry = self._entry, None
         self.core.telemetry.emit(
             Unlisted(
                 group=self.settings.group,

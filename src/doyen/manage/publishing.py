@@ -13,6 +13,7 @@ Only the leader observes the members themselves; everybody else reads or observe
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.events import PublishFailed
+from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.members import Roster, read_members
 from doyen.model import Member, Published, members_key, published_key
@@ -35,6 +37,7 @@ from doyen.term import Term
 
 __all__ = ["ListPublisher", "observe_published", "read_published"]
 
+log = logging.getLogger("doyen")
 SETTLE_S = 0.1
 
 
@@ -83,7 +86,8 @@ class ListPublisher:
                         due = await read_members(core, self.group)
                     await self._publish(due)
                 except (StoreUnavailable, OutcomeUnknown) as error:
-                    self._failed(error)
+                    line = log_line(event="publish_failed", group=self.group, error=error)
+                    log.debug("%s", line)
                     await asyncio.sleep(core.calls.retry_pause())
                     continue
                 except StaleToken:

@@ -193,9 +193,11 @@ class Administration:
                 respond(NOT_LEADING)
                 return False
             wanted = changed(core.membership, request)
-            if wanted == core.membership:
+            if wanted == core.membership == self._applier.membership:
                 return True
-            if len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
+            if wanted == core.membership:  # the same request was made before; it may be undone yet
+                reason = "the change is not committed yet; ask again in a moment"
+            elif len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
                 reason = "the version of the cluster is being raised; ask again in a moment"
             else:
                 reason = self._proposals.append(ChangeAsked(wanted), Batch.forwarded([], respond))

@@ -72,7 +72,7 @@ class Lists:
 
     def _answer(self, client: ServedClient) -> None:
         connection, held, reads = client.connection, client.held, client.reads
-        while (held or reads) and not connection.closed:
+        while (held or reads) and not connection.ending:
             if connection.congested:
                 self.drain(client)
                 return
@@ -140,7 +140,7 @@ class Lists:
         try:
             while piece is not None:
                 await client.connection.drain()
-                if client.connection.closed:
+                if client.connection.ending:
                     return
                 following = next(pieces, None)
                 client.send(ListChunk(request, piece, following is not None))
@@ -168,7 +168,7 @@ class Lists:
         client.send(BackupChunk(request, origin, b"", True))
         for piece in pieces:
             await client.connection.drain()
-            if client.connection.closed:
+            if client.connection.ending:
                 return
             client.send(BackupChunk(request, None, piece, True))
             await asyncio.sleep(0)

@@ -243,7 +243,7 @@ class Service:
             return
         room = SLICE
         reads: list[Any] = []
-        while backlog and room > 0 and not connection.closed:
+        while backlog and room > 0 and not connection.ending:
             kind, payload = backlog.popleft()
             client.backlog_bytes -= len(payload)
             try:
@@ -262,7 +262,7 @@ class Service:
             else:
                 handler(client, request)
             room -= len(request.ids) if type(request) is Write else 1
-        if connection.closed:
+        if connection.ending:
             backlog.clear()
             return
         if backlog:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from doyen._waiting import retrieve
-from doyen.errors import OutcomeUnknown
+from doyen.errors import OutcomeUnknown, StoreError
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -81,6 +81,8 @@ class Batches(Generic[Q, R]):
         self._start()
         try:
             results = await self._send(requests)
+            if len(results) != len(requests):
+                raise OutcomeUnknown(f"{len(results)} results for {len(requests)} requests")
         except asyncio.CancelledError:
             results = [OutcomeUnknown("the store was closed")] * len(requests)
         except Exception as error:  # noqa: BLE001 - raised in the callers
@@ -88,11 +90,13 @@ class Batches(Generic[Q, R]):
         for answer, result in zip(answers, results, strict=True):
             if answer.done():
                 continue
-            if isinstance(result, BaseException):
+            if isinstance(result, StoreError):
                 # One exception per caller, since each adds its own traceback.
                 failure = type(result)(*result.args)
                 failure.__cause__ = result
                 answer.set_exception(failure)
+            elif isinstance(result, BaseException):
+                answer.set_exception(result)
             else:
                 answer.set_result(result)
 

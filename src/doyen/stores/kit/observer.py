@@ -5,6 +5,11 @@ per renewal, just after it is due, and more often when it is late. The last rene
 observed shortly before its holder fell silent, and the ttl that has to pass without a renewal
 (`expiry`) has already begun when someone needs it.
 
+*Many leases.* A client that monitors more than a few leases looks together at those that are due in
+the same tenth of their ttl. It sends a limited number of queries for each ttl, however many leases
+it monitors, and observes a renewal that much later. It does not look later at a lease that may be
+over.
+
 *Together.* After an outage of the store, the leases of all clients that lost theirs are left in it.
 A client that finds a late renewal, or that looks for the first time after the store failed to
 respond, observes all leases of the same election from then on. Their ttls run out at the same time
@@ -23,17 +28,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from doyen.errors import StoreError
 from doyen.events.log_lines import log_line
-from doyen.stores.kit.expiry import AT_ONCE, GRAIN_S, LeaseObservations, LeaseRow, LeaseVerdict
+from doyen.stores.kit.expiry import (
+    AT_ONCE,
+    GRAIN_S,
+    LOOK_AGAIN,
+    LeaseObservations,
+    LeaseRow,
+    LeaseVerdict,
+)
 from doyen.stores.kit.lifecycle import WatchHandle
 
 log = logging.getLogger("doyen")
 
+_FEW = 16
+"""So many leases are looked at one by one, each as soon as its renewal is due."""
 _SETTLE_S = 0.004
 """Wait this long after a change before looking at its leases: the watchers act first."""
 _RETRY_S = 0.2
@@ -116,13 +131,23 @@ class LeaseObserver(LeaseObservations):
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
+        self._opened_at = now()
 
     def judge(self, row: LeaseRow) -> LeaseVerdict:
         verdict = super().judge(row)
         monitor = self._monitors.get(row.lease)
         if monitor is not None and row.ttl_us is not None:
             monitor.look_at = self._now() + verdict.look_after_s
+            if len(self._monitors) > _FEW:
+                self._look_with_others(monitor, LOOK_AGAIN * row.ttl_us / 1e6, verdict.remaining_s)
         return verdict
+
+    def _look_with_others(self, monitor: _Monitor, every_s: float, remaining_s: float) -> None:
+        """Look at a lease at the next multiple of `every_s`, unless it may be over before. The
+        multiples begin when the store was opened, so that clients do not look all at once."""
+        turns = math.ceil((monitor.look_at - self._opened_at) / every_s)
+        over_at = self._now() + remaining_s + GRAIN_S
+        monitor.look_at = min(max(self._opened_at + turns * every_s, monitor.look_at), over_at)
 
     async def watch(self, name: str, notify: Callable[[], None]) -> WatchHandle:
         scope = self._scopes.get(name)
@@ -249,13 +274,15 @@ class LeaseObserver(LeaseObservations):
         due = [monitor for monitor in self._monitors.values() if monitor.look_at <= soon]
         if not due:
             return
-        for row in await self._source.look([monitor.lease for monitor in due]):
-            if self.judge(row).over:
-                if row.ttl_us is not None:
-                    await self._source.expire(row.lease, row.counter)
-                monitor = self._monitors.pop(row.lease, None)
-                if monitor is not None:
-                    self._mark_unread(monitor.scopes & self._scopes.keys())
+        for start in range(0, len(due), AT_ONCE):
+            some = [monitor.lease for monitor in due[start : start + AT_ONCE]]
+            for row in await self._source.look(some):
+                if self.judge(row).over:
+                    if row.ttl_us is not None:
+                        await self._source.expire(row.lease, row.counter)
+                    monitor = self._monitors.pop(row.lease, None)
+                    if monitor is not None:
+                        self._mark_unread(monitor.scopes & self._scopes.keys())
         await self._look_together(due)
 
     async def _look_together(self, due: Sequence[_Monitor]) -> None:

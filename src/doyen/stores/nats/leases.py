@@ -216,7 +216,7 @@ class NatsLeases:
         surveys = {}
         for scope in scopes:
             here = self._mirror.view.entries.get(scope)
-            entries = [*self._mirror.view.under(scope), *([here] if here else [])][:CHECKED]
+            entries = [*self._mirror.view.under(scope), *([here] if here else [])]
             owners = frozenset(each.lease for each in entries if each.lease is not None)
             surveys[scope] = Survey(frozenset(), owners)
         return surveys

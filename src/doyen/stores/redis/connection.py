@@ -206,10 +206,10 @@ class RedisConnection:
         if not self.open or not self._socket.is_connected:
             raise StoreUnavailable(f"{self.host}: the connection has ended")
         loop = asyncio.get_running_loop()
+        packed = self._socket.pack_commands(commands)  # raises for text that UTF-8 cannot carry
         responses = [loop.create_future() for _ in commands]
         self._requests.extend((response, loop.time()) for response in responses)
         try:
-            packed = self._socket.pack_commands(commands)
             await self._socket.send_packed_command(packed, check_health=False)
             return [await response for response in responses]
         except BaseException as error:

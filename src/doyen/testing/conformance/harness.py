@@ -24,6 +24,8 @@ class StoreHarness(ABC):
     """How long to wait for what must happen, in addition to the time that the store may take."""
     racers: int = 8
     """The number of clients that compete with each other."""
+    crowd: int = 200
+    """The number of leases whose entries are under one prefix."""
     clock: Clock = SystemClock()
 
     def __init__(self) -> None:

@@ -86,6 +86,23 @@ class WatchConformance:
             await h.notified(event, "the expiry of a lease that had been renewed")
 
     @promise
+    async def test_the_end_of_one_of_many_leases_notifies(self, h: StoreHarness) -> None:
+        """If many entries under one prefix have a lease each, watches of the prefix are notified of
+        the end of every lease, also of the latest."""
+        holder, other = await h.client(), await h.client()
+        prefix = f"members/{h.name()}"
+        for number in range(h.crowd - 1):
+            lease = await holder.grant(h.ttl_s * 60)
+            assert (await holder.create(f"{prefix}/{number:04}", b"", lease)).won
+        event = asyncio.Event()
+        await other.watch(prefix, event.set)
+        last = f"{prefix}/{h.crowd:04}"
+        await holder.create(last, b"", await holder.grant(h.ttl_s))
+        while await other.get(last) is not None:
+            await h.notified(event, f"the expiry of one of {h.crowd} leases")
+        assert len(await other.list(prefix)) == h.crowd - 1
+
+    @promise
     async def test_watch_read_wait_never_misses_the_final_state(self, h: StoreHarness) -> None:
         """*Watch, then read, then wait* reaches the final state in every interleaving."""
         (a, a_lease), (b, b_lease) = await leased(h), await leased(h)
