@@ -49,20 +49,24 @@ def released_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def two_bodies(patch: pytest.MonkeyPatch) -> None:
-    """An owner forgets a shard whose body is still ending, and claims it again."""
-    release = ShardOwner._release
+    """An owner forgets a shard whose term is over although its body still runs, and claims it
+    again."""
+    follow = ShardOwner._follow_plan
 
-    def hasty(self: ShardOwner, slot: Slot, reason: str) -> None:
-        release(self, slot, reason)
-        if slot.stage is Stage.ENDING:
-            self.slots.pop(slot.shard, None)
+    def forget(self: ShardOwner) -> None:
+        for shard, slot in list(self.slots.items()):
+            if slot.leading is not None and not slot.leading.term.valid:
+                del self.slots[shard]
+        follow(self)
 
-    patch.setattr(ShardOwner, "_release", hasty)
-    patch.setattr(
-        ShardOwner,
-        "_gone",
-        lambda self, slot: (self.slots.pop(slot.shard, None), self._look_again()),
-    )
+    def gone(self: ShardOwner, slot: Slot) -> None:
+        if self.slots.get(slot.shard) is slot:
+            del self.slots[slot.shard]
+        self._empty.set()
+        self._look_again()
+
+    patch.setattr(ShardOwner, "_follow_plan", forget)
+    patch.setattr(ShardOwner, "_gone", gone)
 
 
 def unclaimed(patch: pytest.MonkeyPatch) -> None:
@@ -118,14 +122,14 @@ def barrier_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def untokened(patch: pytest.MonkeyPatch) -> None:
-    """A controller writes over whatever is there, with the token it finds."""
+    """A controller writes over whatever is there, even a plan of a later token."""
 
     async def over(self: Controller, expect: Any) -> None:
         while True:
             expect = await self._plan.read()
             try:
-                body, token = self._current.encode(), expect.token if expect else 0
-                self._known = await self._plan.write(body, expect=expect, token=token)
+                body, last = self._current.encode(), expect and expect._replace(token=0)
+                self._known = await self._plan.write(body, expect=last, token=self._term.token)
                 return
             except Conflict:
                 continue

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from doyen import Session, Term
 from doyen.election.options import Recipe, SessionSettings
@@ -134,7 +135,8 @@ def is_record(key: str) -> bool:
 
 def election_of(key: str) -> str:
     kind, name, *rest = key.split("/")
-    return f"{name}/{rest[1]}" if kind == "semaphores" and rest[0] == "slots" else name
+    numbered = (kind, *rest[:1]) in (("semaphores", "slots"), ("shards", "at"))
+    return f"{unquote(name)}/{rest[1]}" if numbered else unquote(name)
 
 
 def label_of(term: Term) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from doyen import ConfigError, OrderFailed, Session
-from doyen.errors import NameTaken, StaleMap
+from doyen.errors import Conflict, NameTaken, StaleMap, StaleToken
 from doyen.manage.documents import Versioned
+from doyen.manage.shards.controller import Controller
 from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
@@ -19,8 +21,8 @@ from doyen.manage.shards.scopes import OwnedShards
 from doyen.model import Claim, members_key, shards_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late
-from mutants_shards import unread
-from support import TTL_S, Place, keepalive_of, now, until, virtual
+from mutants_shards import two_bodies, unread, untokened
+from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
 
 
 class Jobs:
@@ -31,10 +33,13 @@ class Jobs:
         self.running: dict[int, ShardTerm] = {}
         self.log: list[tuple[str, int]] = []
         self.ending_s = 0.0
+        self.overlaps: list[int] = []
+        """Shards of which two bodies ran at once."""
         self.body: Callable[[ShardTerm], Any] = self.forever
 
     async def forever(self, term: ShardTerm) -> None:
-        assert term.shard not in self.running, "two bodies of one shard"
+        if term.shard in self.running:
+            self.overlaps.append(term.shard)
         self.running[term.shard] = term
         self.log.append((term.name, term.shard))
         try:
@@ -46,7 +51,7 @@ class Jobs:
                     break
                 except asyncio.CancelledError:
                     continue
-            del self.running[term.shard]
+            self.running.pop(term.shard, None)
 
     def owners(self) -> dict[int, str]:
         return {shard: term.name for shard, term in self.running.items() if term.valid}
@@ -199,6 +204,28 @@ async def test_a_lease_that_ends_costs_all_terms_and_nothing_else(place: Place) 
         lambda: jobs.running and all(jobs.running[n].token > tokens[n] for n in jobs.running)
     )
     await jobs.settled(4)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@virtual
+async def test_a_body_that_overruns_is_waited_for_in_its_own_process(
+    place: Place, mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease has ended, and the next lease of the process could own the shard already."""
+    if mutant:
+        two_bodies(monkeypatch)
+    jobs = Jobs(place)
+    await jobs.create(2)
+    session, _ = await jobs.join("a")
+    await jobs.settled(2)
+    jobs.ending_s = 20.0
+    place.end_lease(session)
+    await asyncio.sleep(15.0)
+    jobs.ending_s = 0.0
+    assert sorted(jobs.overlaps) == ([0, 1] if mutant else [])
+    if not mutant:
+        await jobs.settled(2)
+    await asyncio.sleep(20.0)
 
 
 @virtual
@@ -456,6 +483,34 @@ async def test_without_reading_again_it_would_run(
     assert {shard: term.generation for shard, term in jobs.running.items()} == dict.fromkeys(
         range(4), 1
     )
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@virtual
+async def test_a_paused_controller_cannot_write_after_its_successor_did(
+    place: Place, mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """⚔ The first act of a controller is to rewrite the plan under its own token."""
+    if mutant:
+        untokened(monkeypatch)
+    jobs = Jobs(place)
+    session = await jobs.create(4)
+    terms: list[Any] = [SimpleNamespace(token=token, check=lambda: None) for token in (7, 9)]
+    paused, successor = (Controller(core_of(session), "jobs", term) for term in terms)
+    await paused._take_over()
+    await successor._take_over()
+    refused: type[Exception] | None = None
+    for _ in range(2):
+        try:
+            await paused._write(paused._known)
+        except (Conflict, StaleToken) as error:
+            refused = type(error)
+            with pytest.raises(StaleToken):
+                await paused._take_over()
+    assert refused is (None if mutant else Conflict)
+    entry = place.server.get(shards_key("jobs", "plan"))
+    assert entry is not None
+    assert Versioned.decode(entry).token == (7 if mutant else 9)
 
 
 @virtual

@@ -166,7 +166,9 @@ def test_nothing_is_assigned_below_min_members() -> None:
     plan = next_plan(spec, ShardPlan(), seen("a"), {}, 0.0)
     assert set(plan.owners) == {NO_MEMBER}
     assert "2 are needed" in plan.note
-    assert next_plan(spec, plan, seen("ab"), {}, 0.0).loads() == {"a": 3, "b": 3}
+    plan = next_plan(spec, plan, seen("ab"), {}, 0.0)
+    assert plan.loads() == {"a": 3, "b": 3}
+    assert next_plan(spec, plan, seen("a"), {}, 0.0).loads() == {"a": 6}, "it is not for a start"
 
 
 def test_a_body_that_keeps_failing_is_moved_and_then_set_aside() -> None:

@@ -42,6 +42,7 @@ COMMANDS = {
     "resign": "order the leader of an election to resign",
     "transfer": "order the leader of an election to hand over to a candidate",
     "config": "read, write, edit, roll back and watch configurations",
+    "shards": "show who owns the shards of a set, move them, drain a member",
     "serve": "run one node of a quorum, doyen's own store",
     "cluster": "show the state of a quorum, change its members, back it up",
     "lab": "run simulated clusters, with every protocol and fault, from a seed",

@@ -208,6 +208,8 @@ class ShardOwner:
         self._checked_at = -math.inf
         self._stopping = False
         self._empty = asyncio.Event()
+        self._abandoned = False
+        """The session was closed: no task is left that would end the slots."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -236,7 +238,7 @@ class ShardOwner:
         for slot in list(self.slots.values()):
             self._release(slot, "its member leaves")
         leaving = asyncio.ensure_future(self.registration.leave())
-        while self.slots:
+        while self.slots and not self._abandoned:
             self._empty.clear()
             await self._empty.wait()
         for task in self._tasks:
@@ -247,8 +249,15 @@ class ShardOwner:
             watch.close()
 
     async def _serve(self) -> None:
-        """Do what the plan says, again after every change."""
-        while not self._stopping:
+        """Do what the plan says, again after every change, until cancelled."""
+        try:
+            await self._follow_changes()
+        finally:
+            self._abandoned = True
+            self._empty.set()
+
+    async def _follow_changes(self) -> None:
+        while True:
             self._wakeup.woken = False
             try:
                 await self._watch()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from doyen.election.core import SessionCore
-from doyen.errors import ConfigError, Conflict, OrderFailed
+from doyen.errors import ConfigError, Conflict, OrderFailed, OutcomeUnknown, StoreUnavailable
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards.controller import read_holders, seen_members
 from doyen.manage.shards.plan import ShardPlan
@@ -16,6 +16,7 @@ from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible
 from doyen.model import shards_key
+from doyen.stores.port import Watch
 
 __all__ = [
     "PlannedMove",
@@ -186,14 +187,22 @@ async def _wait(
     changed = asyncio.Event()
     left = "the store did not answer"
     plan = Document(core.calls, shards_key(name, "plan"))
-    scopes = (plan.key, shards_key(name, "at"))
-    watches = [await core.call(core.store.watch(scope, changed.set)) for scope in scopes]
+    scopes = [plan.key, shards_key(name, "at")]
+    watches: list[Watch] = []
     try:
         async with asyncio.timeout(wait_s):
             while True:
-                changed.clear()
-                seen = map_of(name, await plan.read())
-                if not (left := missing(seen, await read_holders(core, name))):
+                try:
+                    while scopes:
+                        watches.append(await core.call(core.store.watch(scopes[-1], changed.set)))
+                        scopes.pop()
+                    changed.clear()
+                    seen = map_of(name, await plan.read())
+                    left = missing(seen, await read_holders(core, name))
+                except (StoreUnavailable, OutcomeUnknown):
+                    await asyncio.sleep(core.calls.retry_pause())
+                    continue
+                if not left:
                     return seen
                 await changed.wait()
     except TimeoutError:

@@ -109,7 +109,8 @@ class _Step:
         self._take_from_the_failed()
         note, rebalanced, last_move = "", self.plan.rebalanced, self.plan.last_move
         standbys = self.plan.standbys
-        if len(self.eligible) + len(self.grace) < self.spec.min_members or not self.eligible:
+        enough = any(self.owners) or len(self.eligible) >= self.spec.min_members
+        if not self.eligible or not enough:
             note = self._why_nothing_is_assigned()
         else:
             pending = self._assign()
@@ -230,7 +231,7 @@ class _Step:
         return pending
 
     def _why_nothing_is_assigned(self) -> str:
-        found = len(self.eligible) + len(self.grace)
+        found = len(self.eligible)
         drained = [name for name in sorted(self.members) if name not in self.eligible]
         return (
             f"nothing is assigned: {found} eligible members, and {self.spec.min_members} are needed"

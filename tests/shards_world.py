@@ -1,0 +1,206 @@
+"""A world of shards in virtual time: members on links that fail, and an oracle for each event.
+
+It is the world of `swarm`, whose processes own shards of one set. In addition the oracle demands:
+
+- no shard has two valid owners, and no shard has two bodies in one process;
+- with a barrier, all valid owners are of one generation, and a body begins only in the generation
+  of the plan in the store;
+- plans are written with increasing versions and tokens that do not decrease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from doyen import Session
+from doyen.errors import NameTaken, StoreError
+from doyen.manage.documents import Versioned
+from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.spec import ShardSpec
+from doyen.model import Claim, Entry, Version, encode_json, shards_key
+from swarm import Oracle, Process, WatchedServer, World
+
+PLAN = shards_key("jobs", "plan")
+NAMES = [f"m{n}" for n in range(6)]
+
+
+class ShardOracle(Oracle):
+    """Also sees every plan and every body of a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = False
+        self.running: dict[int, ShardTerm] = {}
+        self.plan: Versioned | None = None
+        self.begun = 0
+
+    def planned(self, entry: Entry) -> None:
+        before, self.plan = self.plan, Versioned.decode(entry)
+        if before is not None:
+            if self.plan.version <= before.version:
+                self.object(f"plan {self.plan.version} after {before.version}")
+            if self.plan.token < before.token:
+                self.object(f"a plan of token {self.plan.token} after {before.token}")
+        if self.barrier and before is not None:
+            old, new = ShardPlan.decode(before.body), ShardPlan.decode(self.plan.body)
+            if new.generation < old.generation:
+                self.object("the generation went back")
+
+    def begins(self, term: ShardTerm) -> None:
+        self.begun += 1
+        assert self.plan is not None
+        plan = ShardPlan.decode(self.plan.body)
+        if self.barrier and term.generation != plan.generation:
+            self.object(f"{term} begins in generation {plan.generation}")
+
+    def look(self) -> None:
+        super().look()
+        if self.barrier:
+            generations = {term.generation for term in self._valid if isinstance(term, ShardTerm)}
+            if len(generations) > 1:
+                self.object(f"valid at once: owners of generations {sorted(generations)}")
+
+
+class ShardServer(WatchedServer):
+    """Tells the oracle of plans."""
+
+    def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
+        entry = super().put(key, value, if_version)
+        if key == PLAN and entry is not None:
+            assert isinstance(self.oracle, ShardOracle)
+            self.oracle.planned(entry)
+        return entry
+
+
+class Owner(Process):
+    """A member of the set."""
+
+    def prepare(self) -> None:
+        rng = self.world.rng
+        self.weight = rng.choice([1.0, 1.0, 2.0])
+        self.zone = rng.choice(["x", "y"])
+
+    async def act(self, session: Session) -> None:
+        assert isinstance(self.world, ShardWorld)
+        with suppress(NameTaken, StoreError):
+            async with session.own_shards(
+                "jobs",
+                self.body,
+                prepare=self.warm,
+                name=self.name,
+                weight=self.weight,
+                zone=self.zone,
+            ):
+                await asyncio.get_running_loop().create_future()
+
+    async def warm(self, shard: int) -> None:
+        await asyncio.sleep(self.world.rng.choice([0.0, 0.5]))
+
+    async def body(self, term: ShardTerm) -> None:
+        oracle = self.world.oracle
+        assert isinstance(oracle, ShardOracle)
+        running = self.world.running[self.name]  # type: ignore[attr-defined]
+        if term.shard in running:
+            oracle.object(f"two bodies of shard {term.shard} in {self.name}")
+        running.add(term.shard)
+        oracle.begins(term)
+        try:
+            with oracle.body(term):
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    if self.world.rng.random() < 0.2 and not self.crashed:
+                        await asyncio.sleep(0.5)
+        finally:
+            running.discard(term.shard)
+
+
+class ShardWorld(World):
+    """A set of shards, its members, and what happens to them."""
+
+    happenings: ClassVar = {
+        "join": 4,
+        "leave": 1,
+        "crash": 2,
+        "cut": 3,
+        "heal": 4,
+        "wall": 1,
+        "resize": 1,
+        "reweigh": 2,
+        "pin": 1,
+        "depose": 2,
+    }
+
+    def __init__(self, seed: int, *, barrier: bool | None = None, **spec: Any) -> None:
+        super().__init__(seed)
+        self.oracle: ShardOracle = ShardOracle()
+        self.oracle.barrier = self.rng.random() < 0.5 if barrier is None else barrier
+        self.server = ShardServer(self.clock, self.oracle)
+        self.running: dict[str, set[int]] = {}
+        spec = {"count": 8, "ending_s": 3.0, "prepare_s": 4.0, "settle_s": 0.1, **spec}
+        self.spec = ShardSpec(barrier=self.oracle.barrier, **spec)
+        self.write_spec()
+
+    def write_spec(self) -> None:
+        """As `configure` does, without a session: people are not what is tested here."""
+        key = shards_key("jobs", "spec")
+        current = self.server.get(key)
+        version = Versioned.decode(current).version if current else 0
+        document = {"schema": 1, "version": version + 1, "id": f"{version}", "token": 0}
+        value = encode_json({**document, **self.spec.encode()})
+        assert self.server.put(key, value, current.version if current else None)
+
+    def start(self) -> None:
+        taken = {process.name for process in self.processes}
+        free = [name for name in NAMES if name not in taken]
+        if free:
+            self.started += 1
+            name = self.rng.choice(free)
+            # A process that crashed may still be ending its bodies; the new one is another process.
+            self.running[name] = set()
+            self.processes.append(Owner(self, name))
+
+    def resize(self, _: Process) -> None:
+        self.spec = self.spec.change(count=self.rng.choice([4, 8, 12]), pins={})
+        self.write_spec()
+
+    def reweigh(self, process: Process) -> None:
+        self.spec = self.spec.change(weights={process.name: self.rng.choice([0, 1, 3])})
+        self.write_spec()
+
+    def pin(self, process: Process) -> None:
+        self.spec = self.spec.change(pins={self.rng.randrange(4): process.name})
+        self.write_spec()
+
+    def depose(self, _: Process) -> None:
+        """The record of the controller is removed by force."""
+        record = self.server.get("elections/shards%2Fjobs/leader")
+        if record is not None:
+            self.server.delete(record.key, record.version)
+
+    def holders(self) -> dict[int, str]:
+        entries = self.server.list(shards_key("jobs", "at"))
+        return {int(each.key.split("/")[3]): Claim.decode(each.value).name for each in entries}
+
+    def current(self) -> ShardPlan:
+        assert self.oracle.plan is not None
+        return ShardPlan.decode(self.oracle.plan.body)
+
+    def is_settled(self) -> bool:
+        """Every shard is owned as planned, and no move is under way."""
+        valid = {
+            term.shard: term.name
+            for term in self.oracle._valid
+            if isinstance(term, ShardTerm) and term.valid
+        }
+        plan = self.current()
+        live = {process.name for process in self.processes}
+        return (
+            valid == self.holders() == dict(enumerate(plan.owners))
+            and (plan.count, plan.retry) == (self.spec.count, self.spec.retry)
+            and set(plan.members) == live
+            and not plan.moves
+        )

@@ -1,0 +1,107 @@
+"""Members of a set of shards on links that fail, by seed: one valid owner for each shard at any
+instant; and once all is calm, every shard is owned, loads are balanced and nothing moves.
+
+The world and its oracle are in `shards_world`. That the oracle can see is shown at the end, on
+variants of the code with one rule broken each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from doyen.manage.shards.planner import targets
+from doyen.manage.shards.steps import SeenMember, eligible
+from mutants_shards import (
+    Mutant,
+    barrier_ignored,
+    moved_too_much,
+    moves_forgotten,
+    never_looks,
+    one_phase,
+    released_early,
+    unclaimed,
+    unread,
+)
+from shards_world import ShardWorld
+from support import until
+from swarm import TTL_S, SafetyViolated
+
+CALM_S = 20 * TTL_S
+"""Within this time after the last fault everything is owned: leases expire, members join again,
+moves are prepared or aborted, and bodies end."""
+
+
+def run_world(seed: int, *, steps: int = 40, barrier: bool | None = None) -> ShardWorld:
+    """Run a world to its end: trouble, then calm."""
+    world = ShardWorld(seed, barrier=barrier)
+
+    async def live() -> None:
+        await world.trouble(4, steps)
+        world.start()
+        world.spec = world.spec.change(weights={}, pins={}, retry=world.spec.retry + 1)
+        world.write_spec()
+        world.calm()
+        await asyncio.sleep(2 * TTL_S)  # until the leases of processes that crashed have expired
+        await until(world.is_settled, CALM_S)
+        plan, begun = world.current(), world.oracle.begun
+        members = {
+            name: SeenMember(each.incarnation, each.weight) for name, each in plan.members.items()
+        }
+        for name, target in targets(plan.count, eligible(world.spec, members)).items():
+            assert target.low <= plan.loads().get(name, 0) <= target.high
+        await asyncio.sleep(3 * TTL_S)
+        assert world.current() == plan, "something moved although nothing happened"
+        assert world.oracle.begun == begun
+        await world.end()
+
+    world.watch_over(live())
+    return world
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_members_come_and_go_in_much_trouble(seed: int) -> None:
+    assert run_world(seed).oracle.begun > 0
+
+
+def test_one_seed_gives_one_run() -> None:
+    def trace(seed: int) -> list[list[str]]:
+        return [process.faults.trace for process in run_world(seed, steps=15).processes]
+
+    assert trace(7) == trace(7)
+
+
+@pytest.mark.chaos
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_many_seeds(seed: int) -> None:
+    assert run_world(seed, steps=100).oracle.begun > 0
+
+
+@pytest.mark.parametrize(
+    ("mutant", "barrier"),
+    [
+        (unread, True),
+        (released_early, False),
+        (unclaimed, False),
+        (moves_forgotten, False),
+        (moved_too_much, False),
+        (one_phase, False),
+        (barrier_ignored, True),
+        (never_looks, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_oracle_sees(mutant: Mutant, barrier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the first seeds break a rule, or do not come to rest."""
+    mutant(monkeypatch)
+    for seed in range(12):
+        try:
+            run_world(seed, barrier=barrier)
+        except (SafetyViolated, AssertionError, TimeoutError):
+            return
+    pytest.fail("the oracle saw nothing")
