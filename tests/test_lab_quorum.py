@@ -5,6 +5,7 @@ Mutants of nodes show that its checkers detect failures.
 
 from __future__ import annotations
 
+import gc
 import signal
 from functools import cache
 from itertools import groupby
@@ -369,3 +370,10 @@ def test_a_failure_is_reduced_and_can_be_replayed(
     again, _, same = replay(path)
     assert same
     assert again.violations == outcome.violations
+
+
+def test_a_run_leaves_nothing_behind() -> None:
+    """Hunts run thousands of seeds in a process. Nodes that crash have commands under way."""
+    assert run("raft", nodes=3, seed=1, world="quorum", for_s=10).ok
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if isinstance(kept, QuorumWorld)]

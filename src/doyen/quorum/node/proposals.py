@@ -104,9 +104,10 @@ class _Identity:
         return next(iter(self.open))
 
 
-class _Proposal(Struct, eq=False, gc=False):
-    """A command whose outcome is not known yet. Nothing that it refers to refers back to it, so
-    the garbage collector need not track it."""
+class _Proposal(Struct, eq=False):
+    """A command whose outcome is not known yet. It refers to the client that waits for it, and so
+    to the node that holds it: without the garbage collector, a node that crashed in the lab would
+    never be freed."""
 
     target: int
     body: bytes
