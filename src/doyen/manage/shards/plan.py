@@ -51,6 +51,8 @@ class ShardPlan:
     """Raised with every change of the count. 0: nothing has been planned yet."""
     open: bool = True
     """False between two generations with `barrier`: no member may own a shard."""
+    started: bool = False
+    """`min_members` were eligible, and since then at least one has been."""
     owners: tuple[str, ...] = ()
     """The planned owner of each shard, or `NO_MEMBER`."""
     standbys: tuple[tuple[str, ...], ...] = ()
@@ -118,6 +120,7 @@ class ShardPlan:
         body = {
             "generation": self.generation,
             "open": self.open,
+            "started": self.started,
             "names": names,
             "owners": indices(self.owners),
             "standbys": [indices(column) for column in self.standbys],
@@ -152,6 +155,7 @@ class ShardPlan:
             return cls(
                 generation=int(body["generation"]),
                 open=bool(body["open"]),
+                started=bool(body.get("started")),
                 owners=column(body["owners"]),
                 standbys=tuple(column(each) for each in body.get("standbys", ())),
                 members={

@@ -46,7 +46,7 @@ class ShardSpec:
     grace_s: float = 0.0
     """How long the shards of a member that has gone are kept for its return."""
     min_members: int = 1
-    """While no shard has an owner, nothing is assigned until this many members are eligible."""
+    """Nothing is assigned before this many members are eligible; again so after all have gone."""
     failures: int = 3
     """How many times in a row a body may fail on one member before its shard is moved."""
     settle_s: float = 0.2

@@ -109,8 +109,10 @@ class _Step:
         self._take_from_the_failed()
         note, rebalanced, last_move = "", self.plan.rebalanced, self.plan.last_move
         standbys = self.plan.standbys
-        enough = any(self.owners) or len(self.eligible) >= self.spec.min_members
-        if not self.eligible or not enough:
+        started = bool(self.eligible) and (
+            self.plan.started or len(self.eligible) >= self.spec.min_members
+        )
+        if not started:
             note = self._why_nothing_is_assigned()
         else:
             pending = self._assign()
@@ -131,6 +133,7 @@ class _Step:
             members=about,
             moves=self.moves,
             last_move=last_move,
+            started=started,
             grace=self.grace,
             failed=self.failed,
             aside=self.aside,
