@@ -197,7 +197,7 @@ class ShardWorld(World):
             if isinstance(term, ShardTerm) and term.valid
         }
         plan = self.current()
-        live = {process.name for process in self.processes}
+        live = {each.name for each in self.processes if not each.task.done()}
         return (
             valid == self.holders() == dict(enumerate(plan.owners))
             and (plan.count, plan.retry) == (self.spec.count, self.spec.retry)
