@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.common import Peer, ReplicatedLog
 from doyen.quorum.consensus.core import Message, Recovered
 from doyen.quorum.consensus.smallest_id import SmallestId, Stand, Vote, VoterState
 
@@ -41,11 +41,19 @@ class CountsRepliesNotVoters(SmallestId):
         super()._count(f"{voter} {len(self._votes)}")
 
 
+class _LongLog(ReplicatedLog):
+    __slots__ = ()
+
+    def position(self) -> tuple[int, int]:
+        return (0, len(self))
+
+
 class LooksAtIndexOnly(SmallestId):
     """6: the longer log wins, whatever is in it."""
 
-    def _last(self) -> tuple[int, int]:
-        return (0, len(self.log))
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.log.__class__ = _LongLog
 
 
 class LooksAtNoLog(SmallestId):

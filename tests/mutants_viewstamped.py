@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doyen.quorum.consensus.common import Peer
+from doyen.quorum.consensus.common import Peer, ReplicatedLog
 from doyen.quorum.consensus.core import LogEntry, Message, Recovered
 from doyen.quorum.consensus.viewstamped import DoViewChange, PrepareOk, Viewstamped, ViewState
 
@@ -49,7 +49,7 @@ class LeadsOnAfterRestart(Viewstamped):
         self._barred = 0
 
     def _due(self) -> None:
-        begun = self._token or not self.generation
+        begun = self.log.token or not self.generation
         if begun or self.normal < self.generation or self.leader_of(self.generation) != self.id:
             super()._due()
         else:
@@ -57,15 +57,23 @@ class LeadsOnAfterRestart(Viewstamped):
             self._start_others()
 
 
+class _KeptLog(ReplicatedLog):
+    __slots__ = ()
+
+    def shorten(self, length: int) -> None:
+        pass
+
+    def take(self, previous: int, generation: int, entries: Sequence[LogEntry]) -> int:
+        rest = self[previous + len(entries) :]
+        agreed = super().take(previous, generation, entries)
+        if rest and len(self) == previous + len(entries):
+            self.add(rest)
+        return agreed
+
+
 class KeepsTheRest(Viewstamped):
     """What a replica has beyond the view's log is not cut off."""
 
-    def _shorten(self, op: int) -> None:
-        pass
-
-    def _take(self, previous: int, entries: Sequence[LogEntry]) -> None:
-        rest = self.log[previous + len(entries) :]
-        super()._take(previous, entries)
-        if rest and len(self.log) == previous + len(entries):
-            self.log.extend(rest)
-            self._persist(first=len(self.log) - len(rest) + 1, entries=rest)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.log.__class__ = _KeptLog

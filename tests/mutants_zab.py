@@ -18,7 +18,7 @@ class EpochBeforeLog(Zab):
 
     def _hear_sync(self, peer: Peer, message: Sync) -> None:
         if self._from_leader(peer, message) and self.phase is not Phase.BROADCAST:
-            self._persist(ZabState(self.generation, self.generation))
+            self.log.write(ZabState(self.generation, self.generation))
         super()._hear_sync(peer, message)
 
 

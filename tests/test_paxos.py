@@ -66,7 +66,7 @@ def proposer(
     core = one("n0", state, entries, make)
     core._look()
     hear(core, "n1", Doubt(0, True))
-    core.handle(Persisted(core._token), 0.0)
+    core.handle(Persisted(core.log.token), 0.0)
     return core
 
 
@@ -144,7 +144,7 @@ def test_a_peer_that_has_answered_is_kept_from_campaigning_while_others_answer()
     core._look()
     for doubter in ("n1", "n2"):
         hear(core, doubter, Doubt(0, True))
-    core.handle(Persisted(core._token), 0.0)
+    core.handle(Persisted(core.log.token), 0.0)
     hear(core, "n1", Promise(core.generation, 1, (), (), 0))
     effects = core.handle(Elapsed(), core.next_deadline)
     assert sent(effects, Prepare, "n1") == [Prepare(core.generation, 1)]
@@ -177,7 +177,7 @@ def test_the_value_of_the_highest_ballot_is_proposed_anew(make: Any) -> None:
     core = one("n0", AcceptorState(4, ((1, 2),)), (value("old", 2),), make)
     core._look()
     hear(core, "n1", Doubt(4, True))
-    core.handle(Persisted(core._token), 0.0)
+    core.handle(Persisted(core.log.token), 0.0)
     ballot = core.generation
     hear(core, "n2", Promise(ballot, 1, (1,), (value("older", 1),), 1))
     assert role_of(core) is Role.LEADING
@@ -218,7 +218,7 @@ def test_what_an_acceptor_has_is_reported_in_several_messages() -> None:
     values = tuple(value(f"v{slot}") for slot in range(1, 4))
     core = one("n1", AcceptorState(1, ((1, 1),)), values)
     core._settings = structs.replace(core._settings, message_bytes=1)
-    effects = hear(core, "n0", Prepare(3, 1)) + core.handle(Persisted(core._token), 0.0)
+    effects = hear(core, "n0", Prepare(3, 1)) + core.handle(Persisted(core.log.token), 0.0)
     assert [promise.first for promise in sent(effects, Promise, "n0")] == [1, 2, 3]
 
 

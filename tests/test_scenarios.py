@@ -180,7 +180,7 @@ class AloneIsEnough(SmallestId):
 
     def __init__(self, *given: Any, **others: Any) -> None:
         super().__init__(*given, **others)
-        self._majority = 1
+        self._majority = self._followers.majority = 1
 
 
 @pytest.mark.parametrize(

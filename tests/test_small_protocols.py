@@ -231,15 +231,15 @@ def test_a_late_disk_confirmation_does_not_cover_rewritten_entries(protocol: str
     """The disk confirms a write of entries that have been cut off since (ABA)."""
     core = make(protocol, THREE)
     core.log.extend([LogEntry(1, 1, b"a"), LogEntry(1, 1, b"b")])
-    first = core._persist(first=1, entries=tuple(core.log))
-    core._cut(1)
+    first = core.log.write(first=1, entries=tuple(core.log))
+    core.log.cut(1)
     core.log.append(LogEntry(2, 1, b"c"))
-    second = core._persist(first=2, entries=core.log[1:])
+    second = core.log.write(first=2, entries=core.log[1:])
     core._effects.clear()
     core.handle(Persisted(first), 0.0)
-    assert core._stable == 1
+    assert core.log.stable == 1
     core.handle(Persisted(second), 0.0)
-    assert core._stable == 2
+    assert core.log.stable == 2
 
 
 def kinds(protocol: str) -> list[type[msgspec.Struct]]:

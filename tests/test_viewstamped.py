@@ -92,7 +92,7 @@ def test_a_view_begins_with_the_log_that_was_normal_last(make: Any) -> None:
     """23: a longer log of an earlier view holds nothing that was committed, and lacks what was."""
     core = one("n1", ViewState(3, 2), (1, 2), make)
     hear(core, "n0", DoViewChange(4, 1, 5))
-    core._durable = core._token
+    core.log.durable = core.log.token
     core._written()
     chosen = core._source or core.id
     assert chosen == ("n1" if make is Viewstamped else "n0")

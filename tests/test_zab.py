@@ -257,7 +257,7 @@ def test_a_leader_gives_up_if_one_of_its_majority_is_ahead() -> None:
     core = one("3", epochs=(1,), state=ZabState(1, 1))
     core._choose("3")
     hear(core, "1", FollowerInfo(1))
-    core._durable = core._token
+    core.log.durable = core.log.token
     hear(core, "1", AckEpoch(2, True, 1, 1, 2))
     assert core.phase is Phase.ELECTION
     assert core.role is Role.LOOKING
@@ -269,7 +269,7 @@ def test_a_follower_is_synchronised_by_diff_trunc_or_the_whole() -> None:
         core = one("3", epochs=leader, state=ZabState(3, 3))
         core._choose("3")
         hear(core, "1", FollowerInfo(3))
-        core._durable = core._token
+        core.log.durable = core.log.token
         last = (epochs[-1], len(epochs)) if epochs else (0, 0)
         said = hear(core, "1", AckEpoch(4, True, 0, *last))
         peer = follower(ZabState(3, 2), epochs)
@@ -297,7 +297,7 @@ def test_a_late_message_does_not_truncate_later_proposals() -> None:
     core = follower(ZabState(1, 1), (1, 1))
     hear(core, "3", NewLeader(2, 2, 1))
     core.log.append(entry(2))
-    core._persist(first=3, entries=core.log[2:])
+    core.log.write(first=3, entries=core.log[2:])
     core._effects.clear()
     core._look()
     core._choose("3")

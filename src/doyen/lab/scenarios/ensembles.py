@@ -115,7 +115,7 @@ def restarted_cluster(transcript: Transcript) -> None:
     world.start("server1", "server2")
     world.settle()
     first = world.leading()
-    logs = {name: world.core(name)._last() for name in ("server1", "server2", "server5")}
+    logs = {name: world.core(name).log.position() for name in ("server1", "server2", "server5")}
     transcript.note("server3 and server4 start; then server1, server2 and server5 crash.")
     with transcript.muted():
         world.start("server3", "server4")

@@ -1,29 +1,21 @@
 """What the smaller protocols have in common: a log, a disk, peers, and the work of a leader.
 
+    ReplicatedLog      a server's log, and how much of it is on disk
+    ElectionTimer      how long a server waits for its leader, and for an attempt to get one
+    Peer, Followers    what a leader knows of one server, and what a majority of them has answered
+    Follower           a server's state and messages, and how it follows a leader
+    ReplicatedServer   what it does as a leader: replication, commitment, reads
+
 `ReplicatedServer` is the base of a core that elects, replicates and restarts, without snapshots,
 changes of membership and transfers. It has no election. A protocol adds the messages, the election,
-and the rule by which a follower's log agrees with the leader's. `ReplicatedServer` provides:
-
-- **The disk.** `_persist` numbers the writes; `_stable` is the index up to which the *current* log
-  is on disk. An entry that is replaced is not stable until its replacement is written, however late
-  the old write is confirmed.
-- **The leader's stream.** Per peer: up to where it has the leader's log on disk (`match`), and what
-  is sent next. `match` is raised only by an answer of the leader's own generation.
-- **Commitment.** What a majority has on disk, the leader itself included only when its own disk has
-  it, and never before the leader's first entry, which commits everything that earlier leaders left.
-- **Reads.** A read waits for a majority to answer a round that began after it was requested, and
-  for the leader's first entry to be committed.
-- **The quorum check.** A leader that has not heard from a majority for an election timeout steps
-  down.
-
-Imports `core` and the errors.
+and the rule by which a follower's log agrees with the leader's.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -32,7 +24,6 @@ from doyen.quorum.consensus.core import (
     Accepted,
     ChangeAsked,
     Committed,
-    Compacted,
     Connected,
     CoreEvent,
     Disconnected,
@@ -55,8 +46,6 @@ from doyen.quorum.consensus.core import (
     Role,
     RoleChanged,
     Send,
-    SnapshotReceived,
-    SnapshotSent,
     TransferAsked,
     TransferFailed,
 )
@@ -72,8 +61,7 @@ def order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 FRUITLESS = 12
-"""The number of failed attempts after which timeouts grow no more; they are then four times as
-long."""
+"""Failed attempts after which timeouts grow no more. They are then four times as long."""
 WINDOW = 1024
 """How many entries may be in flight to a peer before it has answered for the first of them."""
 
@@ -111,6 +99,128 @@ class Later(Message, frozen=True, gc=False):
     """The sender is in this generation, which is later than the receiver's."""
 
 
+class ReplicatedLog(list[LogEntry]):
+    """A server's log, from index 1 on, and how much of it is on disk and committed."""
+
+    __slots__ = ("_writing", "commit", "durable", "effects", "stable", "token")
+
+    def __init__(self, entries: Sequence[LogEntry], effects: list[Effect]) -> None:
+        super().__init__(entries)
+        self.commit = 0
+        """The server's; nothing up to it is ever cut off."""
+        self.token = 0
+        """Of the last write."""
+        self.durable = 0
+        """The token up to which writes are on disk."""
+        self.stable = len(entries)
+        """The index up to which the *current* log is on disk. An entry that is replaced is not
+        stable until its replacement is written, however late the old write is confirmed."""
+        self.effects = effects
+        self._writing: deque[tuple[int, int]] = deque()
+
+    def position(self) -> tuple[int, int]:
+        """Generation and index of the last entry: how far the log goes, in this order."""
+        return (self[-1].generation, len(self)) if self else (0, 0)
+
+    def generation_at(self, index: int) -> int:
+        return self[index - 1].generation if index else 0
+
+    def agreed(self, index: int, generation: int) -> int:
+        """`index`, if the entry there is of this generation, so that the logs agree up to it;
+        otherwise an earlier index at which they may agree."""
+        if index > len(self):
+            return len(self)
+        if index <= self.commit or self[index - 1].generation == generation:
+            return index
+        wrong = self[index - 1].generation
+        while index > self.commit and self[index - 1].generation == wrong:
+            index -= 1
+        return index
+
+    def write(
+        self,
+        state: Any = None,
+        first: int = 0,
+        entries: Sequence[LogEntry] = (),
+        keep: bool = False,
+    ) -> int:
+        """Write to disk, and return the token to wait for."""
+        self.token += 1
+        self.effects.append(Persist(self.token, state, first, entries, keep))
+        self._writing.append((self.token, len(self)))
+        return self.token
+
+    def written(self, token: int) -> bool:
+        """Everything up to this token is on disk. Returns whether more of the log is stable."""
+        self.durable = token
+        writing, before = self._writing, self.stable
+        while writing and writing[0][0] <= token:
+            self.stable = writing.popleft()[1]
+        return self.stable != before
+
+    def add(self, entries: Sequence[LogEntry]) -> None:
+        """Append these, and write them."""
+        first = len(self) + 1
+        self.extend(entries)
+        self.write(None, first, entries)
+
+    def take(self, previous: int, generation: int, entries: Sequence[LogEntry]) -> int:
+        """Append these after `previous`, if the logs agree there; return up to where they agree, or
+        may agree. Entries that are there already stay, and so do those behind them: the message may
+        be an old one. Only a contradiction cuts the log."""
+        place = previous
+        if place > len(self) or (place > self.commit and self[place - 1].generation != generation):
+            return self.agreed(previous, generation)
+        for entry in entries:
+            if place >= len(self) or self[place].generation != entry.generation:
+                self.cut(place)
+                self.add(entries[place - previous :])
+                break
+            place += 1
+        return previous + len(entries)
+
+    def cut(self, length: int) -> bool:
+        """Cut the log after this index. Nothing beyond counts as written, whatever the disk
+        confirms later. Returns whether there was anything."""
+        if length >= len(self):
+            return False
+        if length < self.commit:
+            raise RuntimeError(f"committed entries would be cut off at {length}")
+        del self[length:]
+        self.stable = min(self.stable, length)
+        self._writing = deque((token, min(last, length)) for token, last in self._writing)
+        return True
+
+    def shorten(self, length: int) -> None:
+        """Cut the log after this index, on disk too."""
+        if self.cut(length):
+            self.write(None, length + 1)
+
+
+class ElectionTimer:
+    """How long a server waits for its leader, and for an attempt to get one."""
+
+    def __init__(self, timeout_s: float, jitter: Callable[[], float], now: float) -> None:
+        self.timeout_s = timeout_s
+        self.jitter = jitter
+        self.attempts = 0
+        """Attempts to get a leader since one last committed something, the current one included."""
+        self.wait_s = self.draw()
+        """How long a follower waits for its leader."""
+        self.alive_until = now
+        """Until when the followed leader is assumed to be alive."""
+        self.patience = now
+        """Until when an attempt to get a leader may take."""
+
+    def draw(self) -> float:
+        """An election timeout."""
+        return self.timeout_s * (1 + self.jitter() / 2)
+
+    def lengthened(self, patience_s: float) -> float:
+        """The timeout, longer with every failed attempt: messages may be slower than assumed."""
+        return patience_s * (1 + min(max(0, self.attempts - 1), FRUITLESS) / 4)
+
+
 class Peer:
     """What a leader knows of another server."""
 
@@ -122,6 +232,7 @@ class Peer:
     def __init__(self, name: str) -> None:
         self.name = name
         self.match = 0
+        """Up to where it has the leader's log on disk, by its answers in this generation."""
         self.next = 1
         self.origin = 0
         """The index after which the stream to it began."""
@@ -136,13 +247,47 @@ class Peer:
         """Whether its log is a prefix of the leader's, so that it may be sent the rest."""
 
 
-class ReplicatedServer:
-    """The base of a small protocol's core."""
+class Followers:
+    """What a majority has answered to a leader, and the reads that wait for it."""
+
+    def __init__(self, peers: Collection[Peer], majority: int) -> None:
+        self.peers = peers
+        self.majority = majority
+        self.round = 0
+        """The latest round of heartbeats. Every heartbeat begins one."""
+        self.reads: deque[tuple[int, int, int]] = deque()
+        """Their tokens, the index that has to be committed for each, and the round, which began
+        after the read was requested, that a majority has to answer."""
+
+    def heard(self, since: float) -> bool:
+        """Whether a majority has answered, as followers, since then."""
+        return 1 + sum([peer.heard > since for peer in self.peers]) >= self.majority
+
+    def stored(self, own: int) -> int:
+        """The index up to which a majority has the log on disk; the leader has it up to `own`."""
+        matches = [peer.match for peer in self.peers]
+        matches.append(own)
+        matches.sort()
+        return matches[-self.majority]
+
+    def serve(self, commit: int, effects: list[Effect]) -> bool:
+        """Answer the reads that can be answered. Returns whether others need a new round."""
+        rounds = [peer.round for peer in self.peers]
+        rounds.append(self.round)
+        rounds.sort()
+        confirmed = rounds[-self.majority]
+        reads = self.reads
+        while reads and reads[0][2] <= confirmed and reads[0][1] <= commit:
+            token, index, _ = reads.popleft()
+            effects.append(ReadReady(token, index))
+        return bool(reads) and reads[-1][2] > self.round == confirmed
+
+
+class Follower:
+    """A server's state and messages, and how it follows a leader."""
 
     snapshots = False
     """Whether a server may start from a snapshot. If not, the driver takes none."""
-    carrier: type[Entries] = Entries
-    heartbeat: type[Commit] = Commit
     answer: type[Answer] = Answer
 
     def __init__(
@@ -163,57 +308,36 @@ class ReplicatedServer:
         self.leader: str | None = None
         self.commit = 0
         self.next_deadline = now
-        self.log: list[LogEntry] = list(recovered.entries)
+        self._effects: list[Effect] = []
+        self.log = ReplicatedLog(recovered.entries, self._effects)
         self._settings = settings
-        self._jitter = jitter
+        self._timer = ElectionTimer(settings.election_timeout_s, jitter, now)
         self._now = now
         self._majority = membership.majority
         self._names = sorted(membership.voters, key=order)
         self._rank = {name: rank for rank, name in enumerate(self._names)}
         self._peers = {name: Peer(name) for name in membership.voters if name != id}
         self._unreachable: set[str] = set()
-        self._effects: list[Effect] = []
-        self._token = 0
-        self._durable = 0
-        self._stable = len(self.log)
-        self._writing: deque[tuple[int, int]] = deque()
         self._state_token = 0
         """A follower answers heartbeats once this is on disk."""
-        self._floor = 0
-        self._attempts = 0
-        """Attempts to get a leader since one last committed something, the current one included."""
-        self._round = 0
-        self._reads: deque[tuple[int, int, int]] = deque()
         self._announced: tuple[Role, int, str | None] = (Role.LOOKING, 0, None)
-        self._timeout = self._draw_timeout()
-        """How long a follower waits for its leader."""
-        self._alive_until = now
-        """Until when the followed leader is assumed to be alive."""
-        self._patience = now
-        """Until when an attempt to get a leader may take."""
         self._hear: dict[type[Message], Callable[[Peer, Any], None]] = {}
-        self._on: dict[type[CoreEvent], Callable[[Any], None]] = {
-            Received: self._received,
-            Elapsed: self._elapsed,
-            Persisted: self._persisted,
-            Propose: self._proposed,
-            ReadAsked: self._read_asked,
-            Connected: self._connected,
-            Disconnected: self._disconnected,
-            TransferAsked: self._transfer_asked,
-            ChangeAsked: self._change_asked,
-            Compacted: self._nothing,
-            SnapshotSent: self._nothing,
-            SnapshotReceived: self._nothing,
-        }
+        self._on: dict[type[CoreEvent], Callable[[Any], None]] = {}
         self._restore(recovered.state)
 
     def handle(self, event: CoreEvent, now: float) -> list[Effect]:
         """Process one event and return what has to be done, in order."""
         self._now = now
-        self._on[type(event)](event)
+        if type(event) is Received:
+            peer = self._peers.get(event.peer)
+            hear = self._hear.get(type(event.message))
+            # Only members are listened to, and not a peer that uses this server's own name.
+            if peer is not None and hear is not None:
+                hear(peer, event.message)
+        elif (on := self._on.get(type(event))) is not None:  # not an event of snapshots
+            on(event)
         effects = self._effects
-        self._effects = []
+        self._effects = self.log.effects = []
         return effects
 
     # To be implemented by a protocol.
@@ -222,12 +346,125 @@ class ReplicatedServer:
         """Initialise the protocol's own part. `state` was on disk; None at the first start."""
         raise NotImplementedError
 
-    def _due(self) -> None:
-        """The deadline has come, and this server does not lead."""
+    def _enter(self, generation: int) -> None:
+        """Enter a later generation."""
         raise NotImplementedError
 
     def _in_step(self, peer: Peer, message: Message) -> bool:
         """Whether the message is of this server's leader, and this log is a prefix of its own."""
+        raise NotImplementedError
+
+    # Messages and roles.
+
+    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
+        self._effects.append(Send(peer.name, message, after))
+
+    def _send_all(self, message: Message, after: int = 0) -> None:
+        for peer in self._peers.values():
+            self._send(peer, message, after)
+
+    def _set_role(self, role: Role, leader: str | None) -> None:
+        """Set the role; emit `RoleChanged` if it differs."""
+        self.role, self.leader = role, leader
+        now = (role, self.generation, leader)
+        if now != self._announced:
+            self._announced = now
+            self._effects.append(RoleChanged(*now))
+
+    def leader_of(self, generation: int) -> str:
+        """The server that leads this generation, where its number determines that."""
+        return self._names[generation % len(self._names)]
+
+    def _leader_lives(self) -> bool:
+        alive = self.role is Role.FOLLOWING and self._now < self._timer.alive_until
+        return alive or self.role is Role.LEADING
+
+    def _from_leader(self, peer: Peer, message: Message) -> bool:
+        """Whether the message is of the leader of the generation that this server is in, or now
+        enters. Only for protocols in which the generation determines its leader."""
+        generation = message.generation
+        if generation == self.generation and peer.name == self.leader:
+            return True
+        if generation < self.generation:
+            self._send(peer, Later(self.generation), after=self.log.token)
+            return False
+        if self.leader_of(generation) != peer.name:
+            return False
+        if generation > self.generation:
+            self._enter(generation)
+        return True
+
+    def _follow(self, leader: Peer) -> None:
+        """The leader was heard from."""
+        timer = self._timer
+        if self.leader != leader.name:
+            timer.wait_s = timer.draw()
+            self._set_role(Role.FOLLOWING, leader.name)
+        timer.alive_until = self._now + timer.timeout_s
+        self.next_deadline = self._now + timer.wait_s
+
+    def _commit_to(self, index: int) -> None:
+        if index > self.commit:
+            self._timer.attempts = 0
+            first = self.commit + 1
+            self.commit = self.log.commit = index
+            self._effects.append(Committed(first, tuple(self.log[first - 1 : index])))
+
+    def _hear_entries(self, peer: Peer, message: Entries) -> None:
+        if not self._in_step(peer, message):
+            return
+        log = self.log
+        known = len(log)
+        if message.first > known + 1:
+            self._send(peer, Behind(self.generation, known, message.round))
+            return
+        if new := message.entries[known + 1 - message.first :]:
+            log.add(new)
+        self._commit_to(min(message.commit, len(log)))
+        reply = self.answer(self.generation, len(log), message.round)
+        self._send(peer, reply, after=log.token)
+
+    def _hear_commit(self, peer: Peer, message: Commit) -> None:
+        if not self._in_step(peer, message):
+            return
+        log = self.log
+        known = len(log)
+        self._commit_to(min(message.commit, known))
+        if message.last > known:
+            self._send(peer, Behind(self.generation, known, message.round))
+        elif log.durable >= self._state_token:
+            self._send(peer, self.answer(self.generation, log.stable, message.round))
+
+
+class ReplicatedServer(Follower):
+    """What a server does as a leader. The base of a small protocol's core."""
+
+    carrier: type[Entries] = Entries
+    heartbeat: type[Commit] = Commit
+
+    def _restore(self, state: Any) -> None:
+        self._followers = Followers(self._peers.values(), self._majority)
+        self._floor = 0
+        """The index of the leader's first entry."""
+        self._on = {
+            Elapsed: self._elapsed,
+            Persisted: self._persisted,
+            Propose: self._proposed,
+            ReadAsked: self._read_asked,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+            TransferAsked: lambda _: self._effects.append(
+                TransferFailed("this protocol cannot transfer leadership")
+            ),
+            ChangeAsked: lambda _: self._effects.append(
+                ProposalRefused("this protocol's membership is fixed")
+            ),
+        }
+
+    # To be implemented by a protocol.
+
+    def _due(self) -> None:
+        """The deadline has come, and this server does not lead."""
         raise NotImplementedError
 
     def _look(self) -> None:
@@ -244,13 +481,6 @@ class ReplicatedServer:
 
     # Events.
 
-    def _received(self, event: Received) -> None:
-        peer = self._peers.get(event.peer)
-        hear = self._hear.get(type(event.message))
-        # Only members are listened to, and not a peer that uses this server's own name.
-        if peer is not None and hear is not None:
-            hear(peer, event.message)
-
     def _elapsed(self, event: Elapsed) -> None:
         if self._now < self.next_deadline:
             return
@@ -260,15 +490,8 @@ class ReplicatedServer:
             self._due()
 
     def _persisted(self, event: Persisted) -> None:
-        writing = self._writing
-        stable = self._stable
-        while writing and writing[0][0] <= event.token:
-            stable = writing.popleft()[1]
-        self._durable = event.token
-        if stable != self._stable:
-            self._stable = stable
-            if self.role is Role.LEADING:
-                self._decide()
+        if self.log.written(event.token) and self.role is Role.LEADING:
+            self._decide()
         self._written()
 
     def _connected(self, event: Connected) -> None:
@@ -287,191 +510,59 @@ class ReplicatedServer:
         self._append(LogEntry(self.generation, EntryKind.COMMANDS, event.data))
         self._effects.append(Accepted(len(self.log), self.generation))
 
-    def _transfer_asked(self, event: TransferAsked) -> None:
-        self._effects.append(TransferFailed("this protocol cannot transfer leadership"))
-
-    def _change_asked(self, event: ChangeAsked) -> None:
-        self._effects.append(ProposalRefused("this protocol's membership is fixed"))
-
-    def _nothing(self, event: CoreEvent) -> None:
-        pass
-
-    # Sending and writing.
-
-    def _send(self, peer: Peer, message: Message, after: int = 0) -> None:
-        self._effects.append(Send(peer.name, message, after))
-
-    def _send_all(self, message: Message, after: int = 0) -> None:
-        for peer in self._peers.values():
-            self._send(peer, message, after)
-
-    def _persist(
-        self,
-        state: Any = None,
-        first: int = 0,
-        entries: Sequence[LogEntry] = (),
-        keep: bool = False,
-    ) -> int:
-        """Write, and return the token to wait for."""
-        self._token += 1
-        self._effects.append(Persist(self._token, state, first, entries, keep))
-        self._writing.append((self._token, len(self.log)))
-        return self._token
-
-    def _cut(self, length: int) -> None:
-        """Cut the log after this index. Nothing beyond counts as written, whatever the disk
-        confirms later."""
-        if length < self.commit:
-            raise RuntimeError(f"{self.id}: committed entries would be cut off at {length}")
-        del self.log[length:]
-        self._stable = min(self._stable, length)
-        self._writing = deque((token, min(last, length)) for token, last in self._writing)
-
-    def _last(self) -> tuple[int, int]:
-        """Generation and index of the last entry: how far the log goes, in this order."""
-        return (self.log[-1].generation, len(self.log)) if self.log else (0, 0)
-
-    def _generation_at(self, index: int) -> int:
-        return self.log[index - 1].generation if index else 0
-
-    def _agreed(self, index: int, generation: int) -> int:
-        """`index`, if the entry there is of this generation, so that the logs agree up to it;
-        otherwise an earlier index at which they may agree."""
-        log = self.log
-        if index > len(log):
-            return len(log)
-        if index <= self.commit or log[index - 1].generation == generation:
-            return index
-        wrong = log[index - 1].generation
-        while index > self.commit and log[index - 1].generation == wrong:
-            index -= 1
-        return index
-
-    def _take(self, previous: int, entries: Sequence[LogEntry]) -> None:
-        """Append these after `previous`. Entries that are there already stay, and so do those
-        behind them: the message may be an old one. Only a contradiction cuts the log."""
-        log = self.log
-        place = previous
-        for entry in entries:
-            if place >= len(log) or log[place].generation != entry.generation:
-                break
-            place += 1
-        new = entries[place - previous :]
-        if not new:
+    def _read_asked(self, event: ReadAsked) -> None:
+        if self.role is not Role.LEADING:
+            self._effects.append(ReadRefused(event.token))
             return
-        if place < len(log):
-            self._cut(place)
-        log.extend(new)
-        self._persist(first=place + 1, entries=new)
-
-    def _commit_to(self, index: int) -> None:
-        if index > self.commit:
-            self._attempts = 0
-            first = self.commit + 1
-            self.commit = index
-            self._effects.append(Committed(first, tuple(self.log[first - 1 : index])))
-
-    def _set_role(self, role: Role, leader: str | None) -> None:
-        """Set the role; emit `RoleChanged` if it differs."""
-        if self.role is Role.LEADING and role is not Role.LEADING:
-            self._effects.extend(ReadRefused(token) for token, _, _ in self._reads)
-            self._reads.clear()
-        self.role, self.leader = role, leader
-        now = (role, self.generation, leader)
-        if now != self._announced:
-            self._announced = now
-            self._effects.append(RoleChanged(*now))
-
-    def _draw_timeout(self) -> float:
-        """An election timeout."""
-        return self._settings.election_timeout_s * (1 + self._jitter() / 2)
-
-    def _lengthened(self, patience_s: float) -> float:
-        """The timeout, longer with every failed attempt: messages may be slower than assumed."""
-        return patience_s * (1 + min(max(0, self._attempts - 1), FRUITLESS) / 4)
-
-    # Following.
-
-    def leader_of(self, generation: int) -> str:
-        """The server that leads this generation, where its number determines that."""
-        return self._names[generation % len(self._names)]
-
-    def _leader_lives(self) -> bool:
-        if self.role is Role.LEADING:
-            return True
-        return self.role is Role.FOLLOWING and self._now < self._alive_until
-
-    def _follow(self, leader: Peer) -> None:
-        """The leader was heard from."""
-        if self.leader != leader.name:
-            self._timeout = self._draw_timeout()
-            self._set_role(Role.FOLLOWING, leader.name)
-        self._alive_until = self._now + self._settings.election_timeout_s
-        self.next_deadline = self._now + self._timeout
-
-    def _hear_entries(self, peer: Peer, message: Entries) -> None:
-        if not self._in_step(peer, message):
-            return
-        known = len(self.log)
-        if message.first > known + 1:
-            self._send(peer, Behind(self.generation, known, message.round))
-            return
-        new = message.entries[known + 1 - message.first :]
-        if new:
-            self.log.extend(new)
-            self._persist(first=known + 1, entries=new)
-        self._commit_to(min(message.commit, len(self.log)))
-        reply = self.answer(self.generation, len(self.log), message.round)
-        self._send(peer, reply, after=self._token)
-
-    def _hear_commit(self, peer: Peer, message: Commit) -> None:
-        if not self._in_step(peer, message):
-            return
-        known = len(self.log)
-        self._commit_to(min(message.commit, known))
-        if message.last > known:
-            self._send(peer, Behind(self.generation, known, message.round))
-        elif self._durable >= self._state_token:
-            self._send(peer, self.answer(self.generation, self._stable, message.round))
+        # A round that has begun may have been answered before this read was requested.
+        index, round_ = max(self.commit, self._floor), self._followers.round + 1
+        self._followers.reads.append((event.token, index, round_))
+        self._confirm()
 
     # Leading.
 
     def _carry(self, first: int, entries: tuple[LogEntry, ...]) -> Message:
         """The message that carries these entries (or none: a heartbeat), the commit index and the
         round to a follower."""
+        commit, round_ = self.commit, self._followers.round
         if entries:
-            return self.carrier(self.generation, first, entries, self.commit, self._round)
-        return self.heartbeat(self.generation, self.commit, first - 1, self._round)
+            return self.carrier(self.generation, first, entries, commit, round_)
+        return self.heartbeat(self.generation, commit, first - 1, round_)
 
     def _lead(self) -> None:
         """Lead in this generation."""
+        self._floor = len(self.log) + 1
         for peer in self._peers.values():
             peer.heard = self._now
-            peer.round = 0
+            peer.round = peer.match = 0
+            peer.next = self._floor
             self._prepare(peer)
             peer.origin = peer.next - 1
-        self._round = 0
-        self._floor = len(self.log) + 1
+        self._followers.round = 0
         self._set_role(Role.LEADING, self.id)
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._append(LogEntry(self.generation, EntryKind.NOTHING, b""))
 
     def _prepare(self, peer: Peer) -> None:
-        """Initialise what is known of a peer's log: nothing, unless the election has shown more."""
-        peer.match = 0
-        peer.next = len(self.log) + 1
+        """Note what the election has shown of the peer's log."""
+
+    def _set_role(self, role: Role, leader: str | None) -> None:
+        if self.role is Role.LEADING and role is not Role.LEADING:
+            reads = self._followers.reads
+            self._effects.extend(ReadRefused(token) for token, _, _ in reads)
+            reads.clear()
+        super()._set_role(role, leader)
 
     def _append(self, entry: LogEntry) -> None:
         """Append to the leader's log: send it to the peers, and write it to disk meanwhile."""
         self.log.append(entry)
         for peer in self._peers.values():
             self._stream(peer)
-        self._persist(first=len(self.log), entries=(entry,))
+        self.log.write(None, len(self.log), (entry,))
 
     def _stream(self, peer: Peer) -> None:
         """Send the peer what it has not been sent, as far as the window allows."""
-        log = self.log
-        end = min(len(log), max(peer.match, peer.origin) + WINDOW) if peer.synced else 0
+        end = min(len(self.log), max(peer.match, peer.origin) + WINDOW) if peer.synced else 0
         while peer.next <= end:
             first = peer.next
             entries = self._piece(first, end)
@@ -491,22 +582,12 @@ class ReplicatedServer:
         return tuple(log[first - 1 : last])
 
     def _beat(self) -> None:
-        """Send heartbeats, and check that a majority still follows."""
-        if not self._supported(self._settings.election_timeout_s):
+        """Send heartbeats; step down if no majority has answered for an election timeout."""
+        if not self._followers.heard(self._now - self._settings.election_timeout_s):
             self._look()
             return
         self.next_deadline = self._now + self._settings.heartbeat_s
         self._begin_round()
-        if not self._peers:
-            self._confirm()
-
-    def _supported(self, within_s: float) -> bool:
-        """Whether a majority has answered, as followers, within this time."""
-        since = self._now - within_s
-        heard = 1
-        for peer in self._peers.values():
-            heard += peer.heard > since
-        return heard >= self._majority
 
     def _established(self) -> bool:
         """Whether this server leads, has committed something in this generation, and is still
@@ -515,11 +596,11 @@ class ReplicatedServer:
         return (
             self.role is Role.LEADING
             and self.commit >= self._floor
-            and self._supported(2 * self._settings.heartbeat_s)
+            and self._followers.heard(self._now - 2 * self._settings.heartbeat_s)
         )
 
     def _begin_round(self) -> None:
-        self._round += 1
+        self._followers.round += 1
         self._send_commit()
 
     def _send_commit(self) -> None:
@@ -546,22 +627,6 @@ class ReplicatedServer:
             peer.next = last + 1
         self._answered(peer, 0, message.round)
 
-    def _answered(self, peer: Peer, match: int, round_: int) -> None:
-        """A follower has answered in this generation: it has the log up to `match` on disk."""
-        peer.heard = self._now
-        if round_ > peer.round:
-            peer.round = round_
-            if self._reads:
-                self._confirm()
-        if match > peer.match:
-            peer.match = match
-            if peer.next <= match:
-                peer.next = match + 1
-            if match > self.commit:
-                self._decide()
-        if peer.next <= len(self.log):
-            self._stream(peer)
-
     def _may_go_back(self, peer: Peer, last: int) -> bool:
         """Whether to send a peer again what follows `last`: at once if that is further back than
         before, otherwise twice in a heartbeat at most. A peer reports a gap for every message that
@@ -574,46 +639,35 @@ class ReplicatedServer:
         peer.rewound_to = last
         return True
 
+    def _answered(self, peer: Peer, match: int, round_: int) -> None:
+        """A follower has answered in this generation: it has the log up to `match` on disk."""
+        peer.heard = self._now
+        if round_ > peer.round:
+            peer.round = round_
+            if self._followers.reads:
+                self._confirm()
+        if match > peer.match:
+            peer.match = match
+            if peer.next <= match:
+                peer.next = match + 1
+            if match > self.commit:
+                self._decide()
+        if peer.next <= len(self.log):
+            self._stream(peer)
+
     def _decide(self) -> None:
-        """Commit what a majority has on disk."""
-        matches = [peer.match for peer in self._peers.values()]
-        matches.append(self._stable)
-        matches.sort()
-        index = matches[-self._majority]
+        """Commit what a majority has on disk, but nothing before the leader's first entry, which
+        commits everything that earlier leaders left."""
+        index = self._followers.stored(self.log.stable)
         if index > self.commit and index >= self._floor:
             self._commit_to(index)
             self._send_commit()
-            if self._reads:
+            if self._followers.reads:
                 self._confirm()
 
-    # Reading.
-
-    def _read_asked(self, event: ReadAsked) -> None:
-        if self.role is not Role.LEADING:
-            self._effects.append(ReadRefused(event.token))
-            return
-        begin = not self._peers or self._round == self._confirmed()
-        # A round that has begun may have been answered before this read was requested.
-        self._reads.append((event.token, max(self.commit, self._floor), self._round + 1))
-        if begin:
-            self._begin_round()
-            self._confirm()
-
-    def _confirmed(self) -> int:
-        """The latest round that a majority has answered."""
-        rounds = [peer.round for peer in self._peers.values()]
-        rounds.append(self._round)
-        rounds.sort()
-        return rounds[-self._majority]
-
     def _confirm(self) -> None:
-        """Answer the reads whose round is confirmed, and begin the round that the others need."""
-        confirmed = self._confirmed()
-        reads = self._reads
-        while reads and reads[0][2] <= confirmed and reads[0][1] <= self.commit:
-            token, index, _ = reads.popleft()
-            self._effects.append(ReadReady(token, index))
-        if reads and reads[-1][2] > self._round == confirmed:
+        """Answer the reads that can be answered, and begin the round that the others need."""
+        while self._followers.serve(self.commit, self._effects):
             self._begin_round()
 
 

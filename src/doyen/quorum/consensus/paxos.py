@@ -101,6 +101,7 @@ class Paxos(ReplicatedServer):
     answer = AcceptOk
 
     def _restore(self, state: AcceptorState | None) -> None:
+        super()._restore(state)
         state = state or AcceptorState()
         self.generation = state.promised
         self._runs = state.accepted
@@ -141,13 +142,13 @@ class Paxos(ReplicatedServer):
 
     def _look(self) -> None:
         self._set_role(Role.LOOKING, None)
-        self._abandon()
+        self._promise_token = 0
         self._doubters = set()
-        self._patience = self._now + 2 * self._draw_timeout()
+        self._timer.patience = self._now + 2 * self._timer.draw()
         # Two servers that prepare at once void each other's ballots, so they wait longer every
         # time.
-        spread = self._settings.heartbeat_s * 2 ** min(self._attempts, 5) / 2
-        self._stand_at = self._now + self._jitter() * spread
+        spread = self._settings.heartbeat_s * 2 ** min(self._timer.attempts, 5) / 2
+        self._stand_at = self._now + self._timer.jitter() * spread
         self._ask()
 
     def _ask(self) -> None:
@@ -156,7 +157,7 @@ class Paxos(ReplicatedServer):
         self._consider()
 
     def _due(self) -> None:
-        if self.role is Role.FOLLOWING or self._now >= self._patience:
+        if self.role is Role.FOLLOWING or self._now >= self._timer.patience:
             self._look()
         elif self._promise_token:
             self.next_deadline = self._now + self._settings.heartbeat_s
@@ -193,31 +194,28 @@ class Paxos(ReplicatedServer):
     # The first phase.
 
     def _stand(self) -> None:
-        self._attempts += 1
+        self._timer.attempts += 1
         n = len(self._names)
         ballot = self._seen // n * n + self._rank[self.id]
         if ballot <= self._seen:
             ballot += n
-        self._promise(ballot)
-        self._promise_token = self._token
+        self._enter(ballot)
+        self._promise_token = self.log.token
         self._reported = {}
         self._awaited = {}
         self._complete = set()
         self._found = {}
-        self._patience = self._now + self._draw_timeout()
+        self._timer.patience = self._now + self._timer.draw()
         self._prepare_others()
 
-    def _promise(self, ballot: int) -> None:
+    def _enter(self, ballot: int) -> None:
         """Accept no values of earlier ballots any more."""
-        self._abandon()
+        self._promise_token = 0
         self.generation = ballot
         self._seen = max(self._seen, ballot)
         self._known = self.commit
         self._set_role(Role.LOOKING, None)
-        self._persist(self._state())
-
-    def _abandon(self) -> None:
-        self._promise_token = 0
+        self.log.write(self._state())
 
     def _prepare_others(self) -> None:
         """Also sent to those that have answered completely: hearing from this server keeps them
@@ -229,20 +227,12 @@ class Paxos(ReplicatedServer):
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _hear_prepare(self, peer: Peer, message: Prepare) -> None:
-        ballot = message.generation
-        self._seen = max(self._seen, ballot)
+        self._seen = max(self._seen, message.generation)
         another_leads = self._leader_lives() and self.leader != peer.name
-        if another_leads or self.leader_of(ballot) != peer.name:
-            return
-        if ballot < self.generation:
-            self._send(peer, Later(self.generation), after=self._token)
-            return
-        if ballot > self.generation:
-            self._promise(ballot)
-        if self.role is Role.LOOKING:
+        if not another_leads and self._from_leader(peer, message) and self.role is Role.LOOKING:
             # It gets the time to win, whichever others still doubt.
-            self._patience = self._stand_at = self._now + self._draw_timeout()
-            self.next_deadline = self._patience
+            self._timer.patience = self._stand_at = self._now + self._timer.draw()
+            self.next_deadline = self._timer.patience
             self._report(peer, max(1, message.first))
 
     def _report(self, peer: Peer, first: int) -> None:
@@ -251,7 +241,7 @@ class Paxos(ReplicatedServer):
             entries = self._piece(first, last) if first <= last else ()
             ballots = tuple(self._ballots[first - 1 : first - 1 + len(entries)])
             promise = Promise(self.generation, first, ballots, entries, last)
-            self._send(peer, promise, after=self._token)
+            self._send(peer, promise, after=self.log.token)
             first += len(entries)
             if first > last:
                 return
@@ -267,13 +257,13 @@ class Paxos(ReplicatedServer):
         ):
             if entry.generation:
                 self._find(slot, ballot, entry)
-        self._patience = self._now + self._draw_timeout()
+        self._timer.patience = self._now + self._timer.draw()
         upto += len(message.entries)
         self._reported[peer.name] = upto
         self._awaited[peer.name] -= 1
         if upto >= message.last:
             self._complete.add(peer.name)
-            self._count_promises()
+            self._written()
         elif not self._awaited[peer.name]:
             self._awaited[peer.name] = REPORTED_AT_ONCE
             self._send(peer, Prepare(self.generation, upto + 1))
@@ -285,18 +275,14 @@ class Paxos(ReplicatedServer):
             self._found[slot] = (ballot, entry)
 
     def _written(self) -> None:
-        if self._promise_token and self._durable >= self._promise_token:
-            self._count_promises()
-
-    def _count_promises(self) -> None:
-        if self._durable < self._promise_token:
-            return
-        if 1 + len(self._complete) >= self._majority:
+        """Lead with the promises of a majority; this server's own counts once it is on disk."""
+        promised = 0 < self._promise_token <= self.log.durable
+        if promised and 1 + len(self._complete) >= self._majority:
             self._take_over()
 
     def _take_over(self) -> None:
         """Propose again whatever may have been chosen, and fill the gaps."""
-        self._abandon()
+        self._promise_token = 0
         for slot in range(self.commit + 1, len(self.log) + 1):
             if self.log[slot - 1].generation:
                 self._find(slot, self._ballots[slot - 1], self.log[slot - 1])
@@ -304,13 +290,13 @@ class Paxos(ReplicatedServer):
         top = max(self._found, default=self.commit)
         nothing = (0, LogEntry(self.generation, EntryKind.NOTHING, b""))
         entries = [self._found.get(slot, nothing)[1] for slot in range(first, top + 1)]
-        self._cut(self.commit)
+        self.log.cut(self.commit)
         del self._ballots[self.commit :]
         self.log.extend(entries)
         self._ballots.extend([self.generation] * len(entries))
         self._found = {}
         self._runs = self._count_runs()
-        self._persist(self._state(), first=first, entries=tuple(entries))
+        self.log.write(self._state(), first=first, entries=tuple(entries))
         self._lead()
 
     def _count_runs(self) -> tuple[tuple[int, int], ...]:
@@ -323,23 +309,15 @@ class Paxos(ReplicatedServer):
 
     # The second phase, on an acceptor.
 
-    def _from_leader(self, peer: Peer, message: Message) -> bool:
-        """Whether the message is of the leader of a ballot that this server has promised, or now
-        does."""
-        ballot = message.generation
-        if ballot < self.generation:
-            self._send(peer, Later(self.generation), after=self._token)
+    def _in_step(self, peer: Peer, message: Message) -> bool:
+        if not self._from_leader(peer, message):
             return False
-        if self.leader_of(ballot) != peer.name:
-            return False
-        if ballot > self.generation:
-            self._promise(ballot)
-        self._abandon()
+        self._promise_token = 0
         self._follow(peer)
         return True
 
     def _hear_accept(self, peer: Peer, message: Accept) -> None:
-        if not self._from_leader(peer, message):
+        if not self._in_step(peer, message):
             return
         self._accept(message.first, message.entries)
         self._learn(message.first)
@@ -348,7 +326,7 @@ class Paxos(ReplicatedServer):
             self._send(peer, Behind(self.generation, self._known, message.round))
         else:
             reply = AcceptOk(self.generation, self._known, message.round)
-            self._send(peer, reply, after=self._token)
+            self._send(peer, reply, after=self.log.token)
 
     def _accept(self, first: int, entries: tuple[LogEntry, ...]) -> None:
         """Write values in these slots, whatever was there, unless that is decided or the same."""
@@ -372,7 +350,7 @@ class Paxos(ReplicatedServer):
         if not self._runs or self._runs[-1][1] != ballot or first < self._runs[-1][0]:
             self._runs = self._count_runs()
             state = self._state()
-        self._persist(state, first, entries, keep=True)
+        self.log.write(state, first, entries, keep=True)
 
     def _learn(self, first: int) -> None:
         """Determine how far this log is the leader's now."""
@@ -384,19 +362,18 @@ class Paxos(ReplicatedServer):
             self._known = known
 
     def _hear_chosen(self, peer: Peer, message: Chosen) -> None:
-        if not self._from_leader(peer, message):
+        if not self._in_step(peer, message):
             return
         self._commit_to(min(message.commit, self._known))
         if message.last > self._known:
             self._send(peer, Behind(self.generation, self._known, message.round))
         else:
-            last = self._known if self._durable == self._token else 0
+            last = self._known if self.log.durable == self.log.token else 0
             self._send(peer, AcceptOk(self.generation, last, message.round))
 
     # The second phase, on the leader.
 
     def _prepare(self, peer: Peer) -> None:
-        peer.match = 0
         peer.next = self.commit + 1
 
     def _append(self, entry: LogEntry) -> None:

@@ -86,6 +86,7 @@ class SmallestId(ReplicatedServer):
     """One server of the vote for the smallest id."""
 
     def _restore(self, state: VoterState | None) -> None:
+        super()._restore(state)
         state = state or VoterState()
         self.generation = state.generation
         self.vote = state.vote
@@ -117,30 +118,29 @@ class SmallestId(ReplicatedServer):
     def _new_round(self) -> None:
         """Forget which servers were up, and ask again. A candidate remains one: its votes may yet
         come."""
-        self._present = {self.id: self._last()}
+        self._present = {self.id: self.log.position()}
         self._answered_by = {self.id}
         self._gathered = self._now + self._settings.heartbeat_s
         stagger = self._rank[self.id] / len(self._rank)
-        patience_s = self._settings.election_timeout_s * (
-            0.5 + 0.5 * stagger + 0.5 * self._jitter()
-        )
-        self._patience = self._now + self._lengthened(patience_s)
+        timer = self._timer
+        patience_s = timer.timeout_s * (0.5 + 0.5 * stagger + 0.5 * timer.jitter())
+        timer.patience = self._now + timer.lengthened(patience_s)
         self.next_deadline = self._gathered
         self._send_all(self._looking(answer=False))
         self._judge()
 
     def _looking(self, answer: bool) -> Looking:
-        generation, index = self._last()
-        return Looking(self.generation, generation, index, answer)
+        return Looking(self.generation, *self.log.position(), answer)
 
     def _due(self) -> None:
         if self.role is Role.FOLLOWING:
             self._look()
-        elif self._now < self._patience:
+        elif self._now < self._timer.patience:
             self._judge()
             if self.role is Role.LOOKING:
                 self._send_all(self._looking(answer=False))
-                self.next_deadline = min(self._now + self._settings.heartbeat_s, self._patience)
+                beat_at = self._now + self._settings.heartbeat_s
+                self.next_deadline = min(beat_at, self._timer.patience)
         else:
             # A round without a winner: the server whose timeout ends first campaigns, and the
             # voters decide.
@@ -186,10 +186,10 @@ class SmallestId(ReplicatedServer):
 
     def _enter(self, generation: int, vote: str | None = None) -> None:
         """Enter this generation, having voted for this server or for none."""
-        self._attempts += generation > self.generation
+        self._timer.attempts += generation > self.generation
         self.generation, self.vote = generation, vote
         self._abandon()
-        self._persist(self._state())
+        self.log.write(self._state())
 
     def _abandon(self) -> None:
         self._votes = set()
@@ -198,11 +198,11 @@ class SmallestId(ReplicatedServer):
     def _stand(self) -> None:
         self._enter(self.generation + 1, self.id)
         self._set_role(Role.LOOKING, None)
-        self._vote_token = self._token
-        self._send_all(Stand(self.generation, *self._last()), after=self._token)
+        self._vote_token = self.log.token
+        self._send_all(Stand(self.generation, *self.log.position()), after=self.log.token)
 
     def _written(self) -> None:
-        if self._vote_token and self._durable >= self._vote_token:
+        if self._vote_token and self.log.durable >= self._vote_token:
             self._count(self.id)
 
     def _hear_stand(self, peer: Peer, message: Stand) -> None:
@@ -218,17 +218,18 @@ class SmallestId(ReplicatedServer):
         if newer or (granted and vote is None):
             self._enter(message.generation, peer.name if granted else None)
             self._look_on()
-        self._send(peer, Vote(self.generation, granted), after=self._token)
+        self._send(peer, Vote(self.generation, granted), after=self.log.token)
 
     def _look_on(self) -> None:
         """Another server campaigns: give it the time to win."""
         self._set_role(Role.LOOKING, None)
-        self._patience = max(self._patience, self._now + self._lengthened(self._draw_timeout()))
+        timer = self._timer
+        timer.patience = max(timer.patience, self._now + timer.lengthened(timer.draw()))
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _far_enough(self, candidate: Stand) -> bool:
         """Whether the candidate's log is at least as long as this one."""
-        return (candidate.last_generation, candidate.last) >= self._last()
+        return (candidate.last_generation, candidate.last) >= self.log.position()
 
     def _hear_vote(self, peer: Peer, message: Vote) -> None:
         if message.generation > self.generation:
@@ -248,7 +249,7 @@ class SmallestId(ReplicatedServer):
             # That generation was begun and not completed: the followers of this server enter the
             # next one.
             self.generation = generation
-            self._present = {self.id: self._last()}
+            self._present = {self.id: self.log.position()}
             self._answered_by = {self.id}
             self._stand()
             self._look_on()
@@ -259,32 +260,29 @@ class SmallestId(ReplicatedServer):
     # Replicating.
 
     def _carry(self, first: int, entries: tuple[LogEntry, ...]) -> Message:
-        previous = first - 1
-        before = self._generation_at(previous)
-        return Append(self.generation, previous, before, entries, self.commit, self._round)
+        previous, round_ = first - 1, self._followers.round
+        before = self.log.generation_at(previous)
+        return Append(self.generation, previous, before, entries, self.commit, round_)
 
     def _hear_append(self, peer: Peer, message: Append) -> None:
         if message.generation < self.generation:
-            self._send(peer, Appended(self.generation, 0, 0), after=self._token)
+            self._send(peer, Appended(self.generation, 0, 0), after=self.log.token)
             return
         if message.generation > self.generation:
             self._enter(message.generation)
         self._abandon()
         self._follow(peer)
-        previous = message.previous
-        agreed = self._agreed(previous, message.previous_generation)
+        log, previous = self.log, message.previous
+        agreed = log.take(previous, message.previous_generation, message.entries)
         if agreed < previous:
             self._send(peer, Missing(self.generation, agreed, message.round))
             return
-        if not message.entries:
-            self._commit_to(min(message.commit, previous))
-            match = min(previous, self._stable)
+        self._commit_to(min(message.commit, agreed))
+        if message.entries:
+            self._send(peer, Appended(self.generation, agreed, message.round), after=log.token)
+        else:
+            match = min(previous, log.stable)
             self._send(peer, Appended(self.generation, match, message.round))
-            return
-        self._take(previous, message.entries)
-        last = previous + len(message.entries)
-        self._commit_to(min(message.commit, last))
-        self._send(peer, Appended(self.generation, last, message.round), after=self._token)
 
     def _hear_appended(self, peer: Peer, message: Appended) -> None:
         if message.generation > self.generation:

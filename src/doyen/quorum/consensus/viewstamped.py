@@ -114,6 +114,7 @@ class Viewstamped(ReplicatedServer):
     answer = PrepareOk
 
     def _restore(self, state: ViewState | None) -> None:
+        super()._restore(state)
         state = state or ViewState()
         self.generation = state.view
         self.normal = state.normal
@@ -163,6 +164,12 @@ class Viewstamped(ReplicatedServer):
         self._wants = {}
         self._ask()
 
+    def _set_role(self, role: Role, leader: str | None) -> None:
+        if role is not Role.LOOKING:
+            # Whatever was wanted meanwhile, a server that has entered a later view is listened to.
+            self.wanted = self.generation
+        super()._set_role(role, leader)
+
     def _ask(self) -> None:
         self._send_all(StartViewChange(self.wanted, False))
         self.next_deadline = self._now + self._settings.heartbeat_s
@@ -197,12 +204,12 @@ class Viewstamped(ReplicatedServer):
         for peer in self._peers.values():
             peer.resend_at = self._now
         self._set_role(Role.LOOKING, None)
-        self._state_token = self._persist(self._state())
+        self._state_token = self.log.write(self._state())
         self._progress()
         self._report()
 
     def _progress(self) -> None:
-        self._patience = self._now + self._draw_timeout()
+        self._timer.patience = self._now + self._timer.draw()
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _report(self) -> None:
@@ -210,14 +217,14 @@ class Viewstamped(ReplicatedServer):
         primary = self._peers.get(self.leader_of(self.generation))
         if primary is not None:
             message = DoViewChange(self.generation, self.normal, len(self.log))
-            self._send(primary, message, after=self._token)
+            self._send(primary, message, after=self.log.token)
 
     def _due(self) -> None:
         if self.role is Role.FOLLOWING:
             self._look()
         elif self.wanted > self.generation:
             self._ask()
-        elif self._now >= self._patience:
+        elif self._now >= self._timer.patience:
             self._look()
         else:
             self.next_deadline = self._now + self._settings.heartbeat_s
@@ -256,11 +263,11 @@ class Viewstamped(ReplicatedServer):
         if self.role is not Role.LOOKING or self.generation <= self._barred:
             return
         if self._started_token:
-            if self._durable >= self._started_token:
+            if self.log.durable >= self._started_token:
                 self._started_token = 0
                 self._lead()
                 self._start_others()
-        elif self.leader_of(self.generation) == self.id and self._durable >= self._state_token:
+        elif self.leader_of(self.generation) == self.id and self.log.durable >= self._state_token:
             self._reports[self.id] = (self.normal, len(self.log))
             self._count_reports()
 
@@ -290,20 +297,14 @@ class Viewstamped(ReplicatedServer):
         """The log is the view's. Once that is on disk, lead."""
         self._source = None
         self._settle()
-        self._started_token = self._token
+        self._started_token = self.log.token
 
     def _settle(self) -> None:
         """Be normal in this view. The log that makes it so has been written before."""
         self.normal = self.generation
-        self._state_token = self._persist(self._state())
-
-    def _lead(self) -> None:
-        # Whatever was wanted meanwhile, a server that has entered a later view is listened to.
-        self.wanted = self.generation
-        super()._lead()
+        self._state_token = self.log.write(self._state())
 
     def _prepare(self, peer: Peer) -> None:
-        super()._prepare(peer)
         peer.synced = False
 
     def _beat(self) -> None:
@@ -313,7 +314,7 @@ class Viewstamped(ReplicatedServer):
 
     def _start_view(self) -> StartView:
         op = len(self.log)
-        return StartView(self.generation, op, self._generation_at(op), self.commit)
+        return StartView(self.generation, op, self.log.generation_at(op), self.commit)
 
     def _start_others(self) -> None:
         message = self._start_view()
@@ -351,8 +352,8 @@ class Viewstamped(ReplicatedServer):
             previous = peer.next - 1
             entries = self._piece(peer.next, end) if peer.next <= end else ()
             peer.next += len(entries)
-            state = NewState(self.generation, previous, self._generation_at(previous), entries)
-            self._send(peer, state, after=self._token)
+            state = NewState(self.generation, previous, self.log.generation_at(previous), entries)
+            self._send(peer, state, after=self.log.token)
             if peer.next > end:
                 break
         if self.role is Role.LEADING and end == len(self.log):
@@ -365,62 +366,36 @@ class Viewstamped(ReplicatedServer):
         if peer.name not in (self._source, self.leader_of(view)):
             return
         self._progress()
-        agreed = self._agreed(message.previous, message.previous_view)
-        if agreed == message.previous:
-            self._take(agreed, message.entries)
-            agreed += len(message.entries)
+        agreed = self.log.take(message.previous, message.previous_view, message.entries)
         if peer.name == self._source:
             op = self._reports[peer.name][1]
             if agreed == message.previous + len(message.entries) == op:
-                self._shorten(op)
+                self.log.shorten(op)
                 self._start()
             else:
                 self._fetch(agreed)
         elif agreed < message.previous or message.entries:
             self._send(peer, GetState(view, agreed))
 
-    def _shorten(self, op: int) -> None:
-        if len(self.log) > op:
-            self._cut(op)
-            self._persist(first=op + 1)
-
     # Normal operation, on a replica.
 
     def _hear_start_view(self, peer: Peer, message: StartView) -> None:
-        if not self._from_primary(peer, message):
+        if not self._from_leader(peer, message):
             return
         if self.normal < self.generation:
-            agreed = self._agreed(message.op, message.op_view)
+            agreed = self.log.agreed(message.op, message.op_view)
             self._progress()
             if agreed < message.op:
                 self._send(peer, GetState(self.generation, agreed))
                 return
-            self._shorten(message.op)
+            self.log.shorten(message.op)
             self._settle()
         self._follow(peer)
         self._commit_to(min(message.commit, len(self.log)))
-        self._send(peer, PrepareOk(self.generation, len(self.log), 0), after=self._token)
-
-    def _from_primary(self, peer: Peer, message: Message) -> bool:
-        """Whether the message is of the primary of the view that this server is in, or now
-        enters."""
-        view = message.generation
-        if view < self.generation:
-            self._send(peer, Later(self.generation), after=self._token)
-            return False
-        if self.leader_of(view) != peer.name:
-            return False
-        if view > self.generation:
-            self._enter(view)
-        return True
-
-    def _follow(self, leader: Peer) -> None:
-        if self.role is not Role.FOLLOWING:
-            self.wanted = self.generation
-        super()._follow(leader)
+        self._send(peer, PrepareOk(self.generation, len(self.log), 0), after=self.log.token)
 
     def _in_step(self, peer: Peer, message: Message) -> bool:
-        if not self._from_primary(peer, message) or self.normal != self.generation:
+        if not self._from_leader(peer, message) or self.normal != self.generation:
             return False
         self._follow(peer)
         return True

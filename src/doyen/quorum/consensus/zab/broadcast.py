@@ -90,7 +90,7 @@ class Zab(ZabElector):
     def _choose(self, leader: str) -> None:
         self.chosen = leader
         self.phase = Phase.DISCOVERY
-        self._attempts += 1
+        self._timer.attempts += 1
         self._finalize = None
         self._infos = set()
         self._epoch_acks = {}
@@ -107,13 +107,13 @@ class Zab(ZabElector):
             self._repeat()
 
     def _progress(self) -> None:
-        self._patience = self._now + self._lengthened(self._settings.election_timeout_s)
+        self._timer.patience = self._now + self._timer.lengthened(self._settings.election_timeout_s)
         self.next_deadline = self._now + self._settings.heartbeat_s
 
     def _due(self) -> None:
         if self.phase is Phase.ELECTION:
             self._election_due()
-        elif self.role is Role.FOLLOWING or self._now >= self._patience:
+        elif self.role is Role.FOLLOWING or self._now >= self._timer.patience:
             self._look()
         else:
             self.next_deadline = self._now + self._settings.heartbeat_s
@@ -141,7 +141,7 @@ class Zab(ZabElector):
         peer.synced = False
         peer.resend_at = self._now
         if self._opened():
-            self._send(peer, LeaderInfo(self.generation), after=self._token)
+            self._send(peer, LeaderInfo(self.generation), after=self.log.token)
         elif peer.name not in self._infos:
             self._infos.add(peer.name)
             self._progress()
@@ -151,16 +151,16 @@ class Zab(ZabElector):
         if 1 + len(self._infos) < self._majority:
             return
         self._accept(self._seen + 1, self.id)
-        self._own_token = self._token
+        self._own_token = self.log.token
         for name in self._peers:
             if name in self._infos:
-                self._send(self._peers[name], LeaderInfo(self.generation), after=self._token)
+                self._send(self._peers[name], LeaderInfo(self.generation), after=self.log.token)
 
     def _accept(self, epoch: int, leader: str) -> None:
         self.generation = self._seen = epoch
         self._accepted_from = leader
         self._set_role(Role.LOOKING, None)
-        self._persist(self._state())
+        self.log.write(self._state())
 
     def _hear_ack_epoch(self, peer: Peer, message: AckEpoch) -> None:
         if message.generation != self.generation or not self._opened() or peer.synced:
@@ -177,27 +177,27 @@ class Zab(ZabElector):
             self._count_epoch_acks()
 
     def _written(self) -> None:
-        if self._own_token and self._durable >= self._own_token:
+        if self._own_token and self.log.durable >= self._own_token:
             if self.phase is Phase.DISCOVERY:
                 self._count_epoch_acks()
             else:
                 self._count_leader_acks()
 
     def _count_epoch_acks(self) -> None:
-        if self._durable < self._own_token or 1 + len(self._epoch_acks) < self._majority:
+        if self.log.durable < self._own_token or 1 + len(self._epoch_acks) < self._majority:
             return
         if self._ahead():
             self._look()
             return
         self.phase = Phase.SYNCHRONISATION
         self._settle()
-        self._own_token = self._token
+        self._own_token = self.log.token
         for name in list(self._asked):
             self._synchronise(self._peers[name], self._guess(self._asked[name]))
 
     def _ahead(self) -> bool:
         """Whether a member of the majority has a longer history than this server."""
-        own = (self.current_epoch, self._last())
+        own = (self.current_epoch, self.log.position())
         return any(theirs > own for theirs in self._epoch_acks.values())
 
     # Synchronisation.
@@ -205,7 +205,7 @@ class Zab(ZabElector):
     def _settle(self) -> None:
         """This server has the history of the epoch's leader. The history is written before."""
         self.current_epoch = self.generation
-        self._persist(self._state())
+        self.log.write(self._state())
 
     def _guess(self, last: tuple[int, int]) -> int:
         """Up to where a history that ends at `last` may agree with this one: this server's last
@@ -231,11 +231,11 @@ class Zab(ZabElector):
             peer.next += len(entries)
             theirs = self._asked.get(peer.name, (0, 0))[1]
             how = "DIFF" if previous >= theirs else "TRUNC" if previous else "WHOLE"
-            before = self._generation_at(previous)
+            before = self.log.generation_at(previous)
             self._send(peer, Sync(self.generation, how, previous, before, entries))
         last = len(self.log)
         if peer.next > last:
-            self._send(peer, NewLeader(self.generation, last, self._generation_at(last)))
+            self._send(peer, NewLeader(self.generation, last, self.log.generation_at(last)))
 
     def _hear_synced(self, peer: Peer, message: Synced) -> None:
         if message.generation != self.generation or not self._opened() or peer.synced:
@@ -272,7 +272,7 @@ class Zab(ZabElector):
             self._count_leader_acks()
 
     def _count_leader_acks(self) -> None:
-        if self.phase is not Phase.SYNCHRONISATION or self._durable < self._own_token:
+        if self.phase is not Phase.SYNCHRONISATION or self.log.durable < self._own_token:
             return
         if 1 + len(self._leader_acks) < self._majority:
             return
@@ -295,23 +295,23 @@ class Zab(ZabElector):
         assert self.chosen is not None
         peer = self._peers[self.chosen]
         if self._accepted_from != self.chosen:
-            self._send(peer, FollowerInfo(self.generation), after=self._token)
+            self._send(peer, FollowerInfo(self.generation), after=self.log.token)
         elif self.phase is Phase.DISCOVERY:
             self._ack_epoch(peer)
         elif self.phase is Phase.SYNCHRONISATION:
             self._send(peer, Synced(self.generation, self._agreed_with_leader))
         else:
-            self._send(peer, AckLeader(self.generation, len(self.log)), after=self._token)
+            self._send(peer, AckLeader(self.generation, len(self.log)), after=self.log.token)
 
     def _ack_epoch(self, peer: Peer) -> None:
-        message = AckEpoch(self.generation, self._counts, self.current_epoch, *self._last())
-        self._send(peer, message, after=self._token)
+        message = AckEpoch(self.generation, self._counts, self.current_epoch, *self.log.position())
+        self._send(peer, message, after=self.log.token)
 
     def _hear_leader_info(self, peer: Peer, message: LeaderInfo) -> None:
         if self.chosen != peer.name:
             return
         if message.generation < self.generation:
-            self._send(peer, FollowerInfo(self.generation), after=self._token)
+            self._send(peer, FollowerInfo(self.generation), after=self.log.token)
         elif self.phase is Phase.DISCOVERY:
             if self._accepted_from != peer.name:
                 self._counts = message.generation > self.generation
@@ -328,7 +328,7 @@ class Zab(ZabElector):
         if message.generation == self.generation and self._accepted_from == peer.name:
             return self.chosen == peer.name
         if message.generation < self.generation:
-            self._send(peer, self._notification(), after=self._token)
+            self._send(peer, self._notification(), after=self.log.token)
         return False
 
     def _hear_sync(self, peer: Peer, message: Sync) -> None:
@@ -339,10 +339,7 @@ class Zab(ZabElector):
             return
         self.phase = Phase.SYNCHRONISATION
         self._progress()
-        agreed = self._agreed(message.previous, message.previous_epoch)
-        if agreed == message.previous:
-            self._take(agreed, message.entries)
-            agreed += len(message.entries)
+        agreed = self.log.take(message.previous, message.previous_epoch, message.entries)
         self._agreed_with_leader = agreed
         self._send(peer, Synced(self.generation, agreed))
 
@@ -352,7 +349,7 @@ class Zab(ZabElector):
         if self.phase is Phase.BROADCAST:
             self._repeat()
             return
-        agreed = self._agreed(message.last, message.last_epoch)
+        agreed = self.log.agreed(message.last, message.last_epoch)
         self._progress()
         if agreed < message.last:
             self.phase = Phase.SYNCHRONISATION
@@ -362,9 +359,7 @@ class Zab(ZabElector):
         # If this server has settled in the epoch before, what it has beyond is the leader's too: it
         # was proposed after the message was sent.
         if self.current_epoch < self.generation:
-            if len(self.log) > message.last:
-                self._cut(message.last)
-                self._persist(first=message.last + 1)
+            self.log.shorten(message.last)
             self._settle()
         self.phase = Phase.BROADCAST
         self._repeat()

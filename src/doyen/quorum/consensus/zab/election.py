@@ -46,6 +46,7 @@ class ZabElector(ReplicatedServer):
     """A server, as far as elections go. Ends with `_choose`."""
 
     def _restore(self, state: ZabState | None) -> None:
+        super()._restore(state)
         state = state or ZabState()
         self.generation = state.accepted_epoch
         self.current_epoch = state.current_epoch
@@ -83,7 +84,7 @@ class ZabElector(ReplicatedServer):
         self._tally()
 
     def _own_vote(self) -> ZabVote:
-        return ZabVote(self.current_epoch, *self._last(), self._rank[self.id])
+        return ZabVote(self.current_epoch, *self.log.position(), self._rank[self.id])
 
     def _notification(self) -> Notification:
         role = self.role
