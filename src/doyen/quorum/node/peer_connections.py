@@ -31,7 +31,7 @@ from doyen.quorum.node.snapshot_transfer import (
     OutgoingSnapshot,
     cut_into_chunks,
 )
-from doyen.quorum.protocol.connection import End, FrameConnection, dial
+from doyen.quorum.protocol.connection import End, FrameConnection
 from doyen.quorum.protocol.frames import (
     FIRST_FREE,
     MAX_FRAME,
@@ -157,20 +157,14 @@ class OutgoingPeer:
     async def _dial(self) -> FrameConnection:
         peers, members = self._peers, self._peers.members
         info = members.info()
-        connection = await dial(
+        connection = await peers.dial(
             self.address,
             peers.me,
-            role="peer",
             wanted=self.node,
             info=info,
             check=members.checker(self.node),
-            security=peers.security,
             on_frames=self._take,
             on_end=self._ended,
-            errors=peers.errors,
-            handshake_s=peers.handshake_s,
-            keepalive_s=peers.keepalive_s,
-            bound=peers.bound,
         )
         try:
             if (reason := peers.unsupported(connection)) is not None:
@@ -311,9 +305,13 @@ class OutgoingPeer:
 class IncomingPeer:
     """The connection that a peer has dialled."""
 
-    def __init__(self, peers: Peers, connection: FrameConnection) -> None:
+    def __init__(
+        self, peers: Peers, connection: FrameConnection, among: dict[str, IncomingPeer]
+    ) -> None:
+        """`among` are the connections of its kind, by peer."""
         self.connection = connection
         self._peers = peers
+        self._among = among
         self._node = connection.remote.node
         self._arriving: IncomingSnapshot | None = None
 
@@ -379,5 +377,25 @@ class IncomingPeer:
 
     def ended(self, connection: FrameConnection, end: End) -> None:
         self._drop(f"the connection ended: {end.value}")
-        if self._peers.incoming.get(self._node) is self:
-            del self._peers.incoming[self._node]
+        if self._among.get(self._node) is self:
+            del self._among[self._node]
+
+
+class FoundingPeer(IncomingPeer):
+    """The connection that a peer has dialled while it or this node waits to be founded. The peer
+    sends only the founding record on it."""
+
+    def take(self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]]) -> None:
+        for kind, payload in frames:
+            if kind != FOUNDED:
+                raise FrameError(
+                    CloseReason.OUT_OF_TURN, f"a frame of kind {kind} before the founding"
+                )
+            self._peers.start_task(self._take_record(payload))
+
+    async def _take_record(self, record: bytes) -> None:
+        try:
+            if await self._peers.members.take_record(record):
+                self._peers.founded()
+        except DoyenError as error:
+            self.connection.fail(CloseReason.MEMBER, str(error))

@@ -23,7 +23,7 @@ node refuses a peer that claims this node's own id.
 
 **Which peers are admitted** is decided by `membership`, from the ids in the handshake. While a
 cluster waits to be founded, its nodes connect too, and exchange only the founding record
-(`FOUNDED`). These connections are closed when the record is on disk, and ordinary ones follow.
+(`FoundingPeer`). These connections are closed when the record is on disk, and ordinary ones follow.
 
 **Bounds.** A message that does not fit into a connection's queue (`bound` bytes) is dropped and
 counted in `dropped`. At most a window of a snapshot is under way (`snapshot_transfer`), so nothing
@@ -35,7 +35,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from doyen._waiting import BackgroundTasks
 from doyen.errors import DoyenError, StoreUnavailable
@@ -44,9 +45,9 @@ from doyen.quorum.consensus.core import CoreEvent, Message, Snapshot
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.membership import DataDirectoryRolledBack, Members
 from doyen.quorum.node.peer_connections import (
-    FOUNDED,
     LOST,
     MESSAGE,
+    FoundingPeer,
     IncomingPeer,
     OutgoingPeer,
     encode,
@@ -58,8 +59,9 @@ from doyen.quorum.protocol.connection import (
     ConnectionErrors,
     End,
     FrameConnection,
+    dial,
 )
-from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefused, FrameError
+from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefused
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import Security
 
@@ -90,22 +92,27 @@ class Peers:
         probe_s: float = PROBE_S,
     ) -> None:
         self.me = me
-        self.security = security
         self.members = members
         self.errors = errors or ConnectionErrors()
         self.dropped: Counter[str] = Counter()
         """Messages that did not fit into a peer's queue, or found no connection, by peer."""
         self.decode = decode
         self.jitter = jitter
-        self.bound = bound
-        self.handshake_s = handshake_s
-        self.keepalive_s = keepalive_s
+        self.dial = partial(
+            dial,
+            role="peer",
+            security=security,
+            errors=self.errors,
+            handshake_s=handshake_s,
+            keepalive_s=keepalive_s,
+            bound=bound,
+        )
         self._probe_s = probe_s
         self.outgoing: dict[str, OutgoingPeer] = {}
         self.connections: dict[str, FrameConnection] = {}
         """Those that this node dialled, while they are open, by peer."""
         self.incoming: dict[str, IncomingPeer] = {}
-        self._founding: dict[str, FrameConnection] = {}
+        self._founding: dict[str, IncomingPeer] = {}
         """Connections that peers dialled while they or this node wait to be founded."""
         self._encoded: tuple[Message | None, bytes] = None, b""
         """The last message that was sent: a leader sends the same one to several peers."""
@@ -219,7 +226,7 @@ class Peers:
 
     async def close(self) -> None:
         self._closed = True
-        connections = [*self._open(), *self._founding.values()]
+        connections = [*self._open(), *(peer.connection for peer in self._founding.values())]
         for peer in self.outgoing.values():
             peer.close()
         self.outgoing.clear()
@@ -271,15 +278,14 @@ class Peers:
         except ConnectionRefused as error:
             connection.refuse(error.reason, str(error))
             return
-        if self.members.waiting or connection.info.founding:
-            self._admit_founder(connection)
-            return
-        before = self.incoming.get(them.node)
+        founding = self.members.waiting or connection.info.founding
+        kind, among = (FoundingPeer, self._founding) if founding else (IncomingPeer, self.incoming)
+        before = among.get(them.node)
         if before is not None:
             before.connection.abort()
         if connection.closed:
             return
-        incoming = self.incoming[them.node] = IncomingPeer(self, connection)
+        incoming = among[them.node] = kind(self, connection, among)
         connection.welcome(incoming.take, incoming.ended)
         peer = self.outgoing.get(them.node)
         if peer is not None:
@@ -305,51 +311,17 @@ class Peers:
 
     # Founding.
 
-    def _admit_founder(self, connection: FrameConnection) -> None:
-        node = connection.remote.node
-        before = self._founding.pop(node, None)
-        if before is not None:
-            before.abort()
-        if connection.closed:
-            return
-        self._founding[node] = connection
-        connection.welcome(self._take_record, self._founding_ended)
-        peer = self.outgoing.get(node)
-        if peer is not None:
-            peer.dial_now()
-
-    def _founding_ended(self, connection: FrameConnection, end: End) -> None:
-        if self._founding.get(connection.remote.node) is connection:
-            del self._founding[connection.remote.node]
-
-    def _take_record(
-        self, connection: FrameConnection, frames: Sequence[tuple[int, bytes]]
-    ) -> None:
-        for kind, payload in frames:
-            if kind != FOUNDED:
-                raise FrameError(
-                    CloseReason.OUT_OF_TURN, f"a frame of kind {kind} before the founding"
-                )
-            self.start_task(self._take_founding_record(connection, payload))
-
-    async def _take_founding_record(self, connection: FrameConnection, record: bytes) -> None:
-        try:
-            if await self.members.take_record(record):
-                self._founded()
-        except DoyenError as error:
-            connection.fail(CloseReason.MEMBER, str(error))
-
     async def found(self) -> None:
         """Found the cluster, if that is up to this node and all founders are connected."""
         if await self.members.found():
-            self._founded()
+            self.founded()
 
-    def _founded(self) -> None:
+    def founded(self) -> None:
         """This node has the founding record on disk: send it, and connect as members do."""
         for peer in self.outgoing.values():
             peer.founded()
-        for connection in list(self._founding.values()):
-            connection.close()
+        for incoming in list(self._founding.values()):
+            incoming.connection.close()
 
     async def is_unique(self, them: ConnectionIdentity) -> bool:
         """Whether no other live process is connected under this id."""

@@ -46,7 +46,65 @@ def call_safely(callback: Callable[..., None], *arguments: Any) -> None:
         log.exception(log_line(event="callback_failed"))
 
 
-class Pump:
+class NodeTasks:
+    """The tasks of a node, what they wait for, and its end."""
+
+    def __init__(self, id: str, abort: Callable[[BaseException], None]) -> None:  # noqa: A002
+        """`abort` ends the process."""
+        self.id = id
+        self.loop = asyncio.get_running_loop()
+        self.on_end: list[Callable[[], None]] = []
+        self.stopping = False
+        self.ended = False
+        self._abort = abort
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._role_changed: asyncio.Future[None] = self.loop.create_future()
+
+    def role_changed(self) -> None:
+        """Wake everything that waits in `pause`."""
+        changed, self._role_changed = self._role_changed, self.loop.create_future()
+        changed.set_result(None)
+
+    async def pause(self, within_s: float = RETRY_S) -> None:
+        """Wait for a change of role, or for this time."""
+        await asyncio.wait({self._role_changed}, timeout=within_s)
+
+    def check_open(self) -> None:
+        if self.stopping or self.ended:
+            raise SessionClosed(f"node {self.id} is stopping; ask another")
+
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run this until the node ends. An exception in it ends the node."""
+        task = self.loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the node and the process: its state, or what is on its disk, is unknown."""
+        if not self.ended:
+            trace = None if isinstance(error, OSError | DoyenError) else error
+            line = log_line(event="node_failed", node=self.id, error=error)
+            log.critical("%s", line, exc_info=trace)
+            self.end()
+            self._abort(error)
+
+    def end(self) -> None:
+        """Stop at once, as a process that is killed."""
+        self.ended = True
+        for task in [*self._tasks]:
+            task.cancel()
+        for call in self.on_end:
+            call()
+        if not self._role_changed.done():
+            self._role_changed.set_result(None)
+
+
+class Pump(NodeTasks):
     """Moves one node's consensus core. Lives on one event loop and is called only from there."""
 
     def __init__(
@@ -57,11 +115,9 @@ class Pump:
         clock: Clock,
         abort: Callable[[BaseException], None],
     ) -> None:
-        """`abort` ends the process."""
+        super().__init__(core.id, abort)
         self.core = core
-        self.id = core.id
         self.now = clock.now
-        self.loop = asyncio.get_running_loop()
         self.carry_out: dict[type, Callable[[Any], None]] = {Persist: journal.persist}
         """For every kind of effect except `Send`."""
         self.flush: Callable[[], None] = lambda: None
@@ -73,14 +129,9 @@ class Pump:
         """Called before a step if the journal has become full, or has room again."""
         self.on_membership: Callable[[], None] = lambda: None
         """Called after a step in which the core's membership has changed."""
-        self.on_end: list[Callable[[], None]] = []
-        self.stopping = False
-        self.ended = False
         self._membership = core.membership
         self._journal = journal
         self._transport = transport
-        self._abort = abort
-        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._events: deque[CoreEvent] = deque()
         self._stepping = False
         self.after_step: list[Callable[[], None]] = []
@@ -91,9 +142,6 @@ class Pump:
         """The last token that the journal has reported."""
         self._held: deque[Send] = deque()
         self._retry: asyncio.TimerHandle | None = None
-        self._role_changed: asyncio.Future[None] = self.loop.create_future()
-
-    # Events and effects.
 
     def step(self, event: CoreEvent) -> None:
         """Hand an event to the core and carry out the effects."""
@@ -159,8 +207,6 @@ class Pump:
         if self._timer_at == inf and not self.ended:
             self.set_timer()
 
-    # Flushes.
-
     def flush_soon(self) -> None:
         """Run `flush`, once in this turn of the loop."""
         if not self.flushing and not self.ended:
@@ -175,52 +221,8 @@ class Pump:
         self._retry = None
         self.flush_soon()
 
-    # Waiting for a change of role.
-
-    def role_changed(self) -> None:
-        """Wake everything that waits in `pause`."""
-        changed, self._role_changed = self._role_changed, self.loop.create_future()
-        changed.set_result(None)
-
-    async def pause(self, within_s: float = RETRY_S) -> None:
-        """Wait for a change of role, or for this time."""
-        await asyncio.wait({self._role_changed}, timeout=within_s)
-
-    # Tasks, failure and end.
-
-    def check_open(self) -> None:
-        if self.stopping or self.ended:
-            raise SessionClosed(f"node {self.id} is stopping; ask another")
-
-    def start_task(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run this until the node ends. An exception in it ends the node."""
-        task = self.loop.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """End the node and the process: its state, or what is on its disk, is unknown."""
-        if not self.ended:
-            trace = None if isinstance(error, OSError | DoyenError) else error
-            line = log_line(event="node_failed", node=self.id, error=error)
-            log.critical("%s", line, exc_info=trace)
-            self.end()
-            self._abort(error)
-
     def end(self) -> None:
-        """Stop at once, as a process that is killed."""
-        self.ended = True
         for timer in (self._timer, self._retry):
             if timer is not None:
                 timer.cancel()
-        for task in [*self._tasks]:
-            task.cancel()
-        for call in self.on_end:
-            call()
-        if not self._role_changed.done():
-            self._role_changed.set_result(None)
+        super().end()
