@@ -24,7 +24,7 @@ import enum
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -163,6 +163,37 @@ class Slot:
         """The plan gives the shard to this member."""
 
 
+class BodyFailures:
+    """The bodies that ended by themselves: when each is run again, and which are given up."""
+
+    def __init__(self) -> None:
+        self.given_up: dict[int, str] = {}
+        """The shards whose body has failed too often, with the last exception."""
+        self._in_a_row: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+
+    def ended(
+        self, shard: int, error: BaseException | None, *, ran_s: float, now: float, limit: int
+    ) -> None:
+        """A body failed, or returned although its member still owns the shard."""
+        if ran_s >= STEADY_S:
+            self._in_a_row.pop(shard, None)
+        failures = self._in_a_row.get(shard, 0) + (error is not None)
+        self._in_a_row[shard] = failures
+        self._not_before[shard] = now + min(PAUSE_S * 2**failures, LONGEST_PAUSE_S)
+        if error is not None and failures >= limit:
+            self.given_up[shard] = repr(error)[:100]
+
+    def next_time(self) -> float:
+        """When a body that ended is run again."""
+        return min(self._not_before.values(), default=math.inf)
+
+    def pausing(self, now: float) -> Collection[int]:
+        """The shards whose body is not run again yet."""
+        self._not_before = {n: at for n, at in self._not_before.items() if at > now}
+        return self._not_before.keys()
+
+
 class ShardOwner:
     """A member of a set of shards. Used on doyen's loop, except for `__init__`."""
 
@@ -197,9 +228,7 @@ class ShardOwner:
         """The members to which shards of this one are moved."""
         self._prepared: dict[int, bool] = {}
         """The moves to this member, by id, and whether it is prepared for them."""
-        self._failures: dict[int, int] = {}
-        self._failed: dict[int, str] = {}
-        self._not_before: dict[int, float] = {}
+        self._failures = BodyFailures()
         self._said: dict[str, Any] = {}
         self._claims: deque[Slot] = deque()
         self._claimers = 0
@@ -269,7 +298,7 @@ class ShardOwner:
                     self._stale["members"] = False
                     self._others = await seen_members(self.core, self.settings.shards)
                     self._due = True
-                if self._due or self._next_time() <= asyncio.get_running_loop().time():
+                if self._due or self._failures.next_time() <= asyncio.get_running_loop().time():
                     self._due = False
                     self._follow_plan()
                 if self._stale["at"]:
@@ -283,11 +312,7 @@ class ShardOwner:
                 log.warning("%s", line)
                 await asyncio.sleep(self.core.calls.timing.ttl_s)
                 continue
-            await self._wakeup.sleep(self._next_time())
-
-    def _next_time(self) -> float:
-        """When a body that ended is run again."""
-        return min(self._not_before.values(), default=math.inf)
+            await self._wakeup.sleep(self._failures.next_time())
 
     def _look_again(self) -> None:
         self._due = True
@@ -334,7 +359,7 @@ class ShardOwner:
                 )
                 log.warning("%s", line)
             if plan.retry != self.plan.retry:
-                self._failures, self._failed, self._not_before = {}, {}, {}
+                self._failures = BodyFailures()
             self._version, self.plan = version, plan
             self._stale["members"] = self._due = True
             name = self.settings.name
@@ -352,7 +377,7 @@ class ShardOwner:
         )
 
     def _is_planned(self, shard: int) -> bool:
-        if self._stopping or shard in self._failed:
+        if self._stopping or shard in self._failures.given_up:
             return False
         move = self.plan.moves.get(shard)
         ready = move is not None and self._is_ready(move)
@@ -368,14 +393,9 @@ class ShardOwner:
         for slot in list(self.slots.values()):
             if not self._is_planned(slot.shard):
                 self._release(slot, "the plan gives it to another member")
-        now = asyncio.get_running_loop().time()
-        self._not_before = {n: at for n, at in self._not_before.items() if at > now}
+        pausing = self._failures.pausing(asyncio.get_running_loop().time())
         for shard in self._mine if listed else ():
-            if (
-                shard not in self.slots
-                and shard not in self._not_before
-                and self._is_planned(shard)
-            ):
+            if shard not in self.slots and shard not in pausing and self._is_planned(shard):
                 slot = self.slots[shard] = Slot(shard)
                 self._claim(slot)
         coming = {
@@ -403,7 +423,7 @@ class ShardOwner:
 
     def _say(self) -> None:
         """Have the member's entry say what it has prepared for and what keeps failing."""
-        failed = dict(sorted(self._failed.items())[:REPORTED])
+        failed = dict(sorted(self._failures.given_up.items())[:REPORTED])
         state = {
             "prepared": [move for move, done in self._prepared.items() if done],
             "failed": {str(shard): error for shard, error in failed.items()},
@@ -525,20 +545,13 @@ class ShardOwner:
     def _body_ended(self, slot: Slot, error: BaseException | None) -> None:
         assert slot.leading is not None
         shard, term = slot.shard, slot.leading.term
-        ran_s = asyncio.get_running_loop().time() - slot.began_at
+        now = asyncio.get_running_loop().time()
         slot.leading.body_ended()
         if slot.wanted and term.state is TermState.ENDED:
-            # By itself: it failed, or returned although it still owns the shard.
-            if ran_s >= STEADY_S:
-                self._failures.pop(shard, None)
-            failures = self._failures.get(shard, 0) + (error is not None)
-            self._failures[shard] = failures
-            pause_s = min(PAUSE_S * 2**failures, LONGEST_PAUSE_S)
-            self._not_before[shard] = asyncio.get_running_loop().time() + pause_s
+            ran_s, limit = now - slot.began_at, self.plan.failures
+            self._failures.ended(shard, error, ran_s=ran_s, now=now, limit=limit)
             if error is not None:
                 self._report("shard_body_failed", shard, error)
-                if failures >= self.plan.failures:
-                    self._failed[shard] = repr(error)[:100]
         self._leave(slot)
 
     def _release(self, slot: Slot, reason: str) -> None:
