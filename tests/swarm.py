@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+import pytest
+
 from doyen import Session, Term
 from doyen.election.options import Recipe, SessionSettings
 from doyen.events import Elected, Record
@@ -345,3 +347,29 @@ class World:
         assert task is not None
         self.oracle.stop = task.cancel
         await life
+
+
+def assert_oracle_sees(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[int], object],
+    seeds: int,
+    *,
+    violations: tuple[type[BaseException], ...] = (SafetyViolated,),
+    harmless: tuple[type[BaseException], ...] = (),
+) -> None:
+    """With one rule broken some world ends in a violation; unbroken, the same world does not."""
+
+    def violated(seed: int) -> bool:
+        try:
+            run(seed)
+        except violations:
+            return True
+        except harmless:
+            return False
+        return False
+
+    with monkeypatch.context() as patch:
+        broken(patch)
+        seed = next(seed for seed in range(seeds) if violated(seed))
+    assert not violated(seed)

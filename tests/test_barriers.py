@@ -22,7 +22,7 @@ from doyen.model import barrier_key
 from doyen.testing.faults import Faults, LostCall, Stray, Unanswered
 from support import TTL_S as PLACE_TTL_S
 from support import Place, core_of, run_in_place, until, virtual
-from swarm import TTL_S, Oracle, Process, SafetyViolated, World
+from swarm import TTL_S, Oracle, Process, SafetyViolated, World, assert_oracle_sees
 
 REQUEST_S = PLACE_TTL_S / 6
 
@@ -290,18 +290,9 @@ SEEDS = 60
 def test_the_oracle_sees(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        broken(patch)
-        seed = next(seed for seed in range(SEEDS) if violated(seed))
-    assert not violated(seed)
-
-
-def violated(seed: int) -> bool:
-    try:
-        run_barrier_world(seed)
-    except (SafetyViolated, TimeoutError):
-        return True
-    return False
+    assert_oracle_sees(
+        broken, monkeypatch, run_barrier_world, SEEDS, violations=(SafetyViolated, TimeoutError)
+    )
 
 
 def marks_come_late(patch: pytest.MonkeyPatch) -> None:

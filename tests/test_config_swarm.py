@@ -37,7 +37,7 @@ from doyen.manage.applied import Acknowledgement, Applied, WaitApplied, _Waiting
 from doyen.manage.config import ConfigReader, ConfigStore
 from doyen.manage.documents import Document, Versioned
 from doyen.model import Entry, Version, config_key
-from swarm import TTL_S, Oracle, Process, SafetyViolated, WatchedServer, World
+from swarm import TTL_S, Oracle, Process, WatchedServer, World, assert_oracle_sees
 
 NAME, KEEP = "limits", 4
 CURRENT = config_key(NAME, "current")
@@ -527,16 +527,4 @@ SEEDS = 40
 def test_the_oracle_sees(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one rule broken some world ends in a violation; unbroken, the same world does not."""
-    with monkeypatch.context() as patch:
-        broken(patch)
-        seed = next(seed for seed in range(SEEDS) if violated(seed))
-    assert not violated(seed)
-
-
-def violated(seed: int) -> bool:
-    try:
-        run_world(seed)
-    except SafetyViolated:
-        return True
-    return False
+    assert_oracle_sees(broken, monkeypatch, run_world, SEEDS)

@@ -25,7 +25,7 @@ from doyen.stores.memory import MemoryServer
 from doyen.testing.faults import Faults, LostCall, RefusedCall, Stray, Unanswered
 from support import TTL_S as PLACE_TTL_S
 from support import Place, until, virtual
-from swarm import TTL_S, Oracle, Process, SafetyViolated, World, is_record
+from swarm import TTL_S, Oracle, Process, SafetyViolated, World, assert_oracle_sees, is_record
 
 REQUEST_S = PLACE_TTL_S / 6
 
@@ -411,18 +411,9 @@ SEEDS = 60
 def test_the_oracle_sees(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        broken(patch)
-        seed = next(seed for seed in range(SEEDS) if violated(seed))
-    assert not violated(seed)
-
-
-def violated(seed: int) -> bool:
-    try:
-        run_publish_world(seed)
-    except (SafetyViolated, TimeoutError):
-        return True
-    return False
+    assert_oracle_sees(
+        broken, monkeypatch, run_publish_world, SEEDS, violations=(SafetyViolated, TimeoutError)
+    )
 
 
 @virtual
