@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from unittest.mock import ANY
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_leader_is_printed_as_text_and_as_json(
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
             "kind": "elections",
-            "leader": {"name": "server1", "token": term.token, "meta": {"port": 80}},
+            "leader": {"name": "server1", "token": term.token, "since": ANY, "meta": {"port": 80}},
         }
 
 
@@ -62,7 +63,7 @@ def test_watch_writes_json_lines(store: str) -> None:
             session.campaign("billing", name="server1") as term,
         ):
             printed = json.loads(watch.until("\n"))
-    assert printed["leader"] == {"name": "server1", "token": term.token, "meta": {}}
+    assert printed["leader"] == {"name": "server1", "token": term.token, "since": ANY, "meta": {}}
     assert printed["election"] == "billing"
     assert printed["at"][:2] == "20"
 

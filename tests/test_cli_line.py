@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import ANY
 
 import pytest
 
@@ -38,7 +39,12 @@ def test_the_line_in_order_as_text_and_as_json(store: str, capsys: Capture) -> N
         assert main(["line", "billing", "--json", "--store", store]) == 0
         printed = json.loads(capsys.readouterr().out)
         assert printed["election"] == "billing"
-        assert printed["leader"] == {"name": "server1", "token": leader.token, "meta": {}}
+        assert printed["leader"] == {
+            "name": "server1",
+            "token": leader.token,
+            "since": ANY,
+            "meta": {},
+        }
         assert [list(each.values()) for each in printed["line"]] == [
             [1, "server3", 10, False, {}],
             [2, "server1", 0, True, {}],

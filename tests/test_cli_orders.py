@@ -8,6 +8,7 @@ import pty
 import select
 import subprocess
 import time
+from unittest.mock import ANY
 
 import pytest
 
@@ -40,9 +41,9 @@ def test_resign_prints_the_former_and_the_new_leader(store: str, capsys: Capture
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
             "kind": "elections",
-            "resigned": {"name": "server2", "token": second.token, "meta": {}},
+            "resigned": {"name": "server2", "token": second.token, "since": ANY, "meta": {}},
             "forced": False,
-            "leader": {"name": "server1", "token": third.token, "meta": {}},
+            "leader": {"name": "server1", "token": third.token, "since": ANY, "meta": {}},
         }
 
 
@@ -111,8 +112,8 @@ def test_transfer_to_a_named_candidate(store: str, capsys: Capture) -> None:
         assert json.loads(capsys.readouterr().out) == {
             "election": "billing",
             "kind": "elections",
-            "from": {"name": "server3", "token": third.token, "meta": {}},
-            "leader": {"name": "server2", "token": second.token, "meta": {}},
+            "from": {"name": "server3", "token": third.token, "since": ANY, "meta": {}},
+            "leader": {"name": "server2", "token": second.token, "since": ANY, "meta": {}},
         }
 
 

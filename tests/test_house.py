@@ -36,6 +36,7 @@ PUBLIC = [
     "ConfigError",
     "Conflict",
     "DoyenError",
+    "Inventory",
     "Leader",
     "LeadershipLost",
     "Line",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from unittest.mock import ANY
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_the_command_line_takes_locks(store: str, capsys: Capture) -> None:
     assert printed("line", code=1) == "the lock x is free; none waiting\n"
     with doyen.connect_blocking(store) as session, session.lock("x", name="a") as term:
         assert printed("leader") == f"a has the lock x, token {term.token}\n"
-        holder = {"name": "a", "token": term.token, "meta": {}}
+        holder = {"name": "a", "token": term.token, "since": ANY, "meta": {}}
         expected = {"election": "x", "kind": "locks", "leader": holder}
         assert json.loads(printed("leader", "--json")) == expected
         assert printed("line").startswith(f"a has the lock x, token {term.token}; none waiting\n")

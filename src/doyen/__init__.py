@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Config,
         Subscription,
     )
+    from doyen.manage.inventory import Inventory
     from doyen.manage.shards.owner import ShardTerm
     from doyen.manage.shards.routing import ShardMap
     from doyen.manage.shards.spec import ShardSpec
@@ -64,6 +65,7 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "DoyenError",
+    "Inventory",
     "Leader",
     "LeadershipLost",
     "Line",
@@ -106,6 +108,7 @@ _HOMES = (
     "errors",
     "manage.config",
     "manage.config_session",
+    "manage.inventory",
     "manage.shards.owner",
     "manage.shards.routing",
     "manage.shards.spec",

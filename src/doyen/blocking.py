@@ -24,6 +24,13 @@ from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.barrier import arrive
+from doyen.manage.inventory import (
+    INVENTORY_KINDS,
+    Inventory,
+    InventoryKind,
+    observe_inventory,
+    read_inventory,
+)
 from doyen.manage.members import (
     MemberOptions,
     MemberSettings,
@@ -288,6 +295,20 @@ class BlockingSession:
     def observe_shards(self, shards: str) -> Generator[ShardMap, None, None]:
         """The map of a set of shards, then every change."""
         return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
+
+    def inventory(self, *kinds: InventoryKind) -> Inventory:
+        """Everything that the store has, or what it has of these kinds; see
+        `Session.inventory`."""
+        return self._run(read_inventory, kinds or INVENTORY_KINDS)
+
+    def observe_inventory(self, *kinds: InventoryKind) -> Generator[Inventory, None, None]:
+        """Everything that the store has, then again after every change; see
+        `Session.observe_inventory`."""
+
+        def observing(core: SessionCore, deliver: Callable[[Inventory], None]) -> Any:
+            return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
+
+        return self._observe(observing, 1)
 
     def _observe(self, observe: Observing[T], kept: int = OBSERVED) -> Generator[T, None, None]:
         core = self._opened

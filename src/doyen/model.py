@@ -31,6 +31,7 @@ Imports the errors only.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -131,6 +132,12 @@ class Leader:
     token: int
     meta: Meta = field(default_factory=dict)
     kind: Kind = "elections"
+    since: float | None = field(default=None, compare=False)
+    """When it was elected, on its own wall clock, in seconds since 1970. For display."""
+    ttl_s: float | None = field(default=None, compare=False)
+    """The ttl of its lease."""
+    remaining_s: float | None = field(default=None, compare=False)
+    """What was left of its lease when this was read, if the store tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +236,15 @@ class Claim(NamedTuple):
     attempt: str
     meta: Meta
     rank: int = 0
+    since: float | None = None
+    """In a leader record: when it was created, on the wall clock of its creator. For display."""
+    ttl_s: float | None = None
+    """In a leader record: the ttl of its lease. For display."""
 
     def encode(self) -> bytes:
+        fields = {name: value for name, value in self._asdict().items() if value is not None}
         try:
-            encoded = encode_json(self._asdict())
+            encoded = encode_json(fields)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"meta must be something that JSON can represent: {error}") from error
         if len(encoded) > CLAIM_BYTES:
@@ -252,8 +264,9 @@ class Claim(NamedTuple):
                 str(raw["attempt"]),
                 dict(raw.get("meta") or {}),
                 int(raw.get("rank", 0)),
+                *(_number(raw.get(name)) for name in ("since", "ttl_s")),
             )
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             return cls(value.decode("utf-8", "replace"), "", {})
 
 
@@ -297,6 +310,12 @@ class Order(NamedTuple):
 def encode_json(value: object) -> bytes:
     """Compact JSON. Raises `TypeError` or `ValueError` for what JSON cannot represent."""
     return json.dumps(value, separators=(",", ":"), default=_mapping, allow_nan=False).encode()
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _mapping(value: object) -> object:

@@ -27,6 +27,13 @@ from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, Stal
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
 from doyen.manage.barrier import arrive
+from doyen.manage.inventory import (
+    INVENTORY_KINDS,
+    Inventory,
+    InventoryKind,
+    observe_inventory,
+    read_inventory,
+)
 from doyen.manage.members import (
     GroupMember,
     MemberOptions,
@@ -424,6 +431,28 @@ class Session:
             print(shard_map.generation, shard_map.route("customer-17").address)
         """
         return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
+
+    async def inventory(self, *kinds: InventoryKind) -> Inventory:
+        """Everything that the store has, or what it has of these kinds: "elections", "locks",
+        "semaphores", "barriers", "groups", "shards", "configs".
+
+            for name, line in (await session.inventory()).elections.items():
+                print(name, line.leader.name if line.leader else "no leader")
+        """
+        return await self._run(read_inventory, kinds or INVENTORY_KINDS)
+
+    def observe_inventory(self, *kinds: InventoryKind) -> AsyncGenerator[Inventory, None]:
+        """Everything that the store has, then again after every change. Changes that come together
+        are delivered as one, and a slow observer gets the latest state only.
+
+        async for seen in session.observe_inventory("elections", "locks"):
+            print(len(seen.elections), len(seen.locks))
+        """
+
+        def observing(core: SessionCore, deliver: Callable[[Inventory], None]) -> Any:
+            return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
+
+        return self._observe(observing, 1)
 
     async def _observe(
         self, observe: Observing[T], kept: int = OBSERVED

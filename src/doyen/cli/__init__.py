@@ -35,6 +35,7 @@ from doyen.errors import (
 
 COMMANDS = {
     "run": "run a command while this process leads, and stop it when leadership ends",
+    "list": "show every election, lock, semaphore, barrier, group, set of shards and configuration",
     "leader": "show the leader of an election",
     "watch": "show every change of leader of an election",
     "line": "show the leader and the waiting candidates of an election, in order",
@@ -81,7 +82,7 @@ examples:
   doyen help transfer
 """
 
-_CODES: list[tuple[type[DoyenError], Exit]] = [
+_CODES: Sequence[tuple[type[DoyenError], Exit]] = [
     (ConfigError, Exit.USAGE),
     (StoreError, Exit.UNAVAILABLE),
     (SessionClosed, Exit.UNAVAILABLE),
@@ -93,7 +94,7 @@ _CODES: list[tuple[type[DoyenError], Exit]] = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Help and wrong usage raise `SystemExit`."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else [*argv]  # `list` is the module of a command
     _open_standard_streams()
     try:
         # Options of `doyen` itself take no values, so the first other argument is the command.

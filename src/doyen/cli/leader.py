@@ -70,7 +70,12 @@ def leader_dict(leader: Leader | None) -> dict[str, Any] | None:
     """A leader as `--json` prints it; None if there is none."""
     if leader is None:
         return None
-    return {"name": leader.name, "token": leader.token, "meta": dict(leader.meta)}
+    return {
+        "name": leader.name,
+        "token": leader.token,
+        "since": leader.since,
+        "meta": dict(leader.meta),
+    }
 
 
 def as_dict(election: str, leader: Leader | None, kind: Kind) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Attempt:
             self.claims(None)
         self.ticket: Entry | None = None
         self.record: Entry | None = None
+        self._since = 0.0
         self.markers: dict[str, None] = {}
         """Keys at which this attempt may have written an order or a ready marker."""
         self.in_doubt = False
@@ -105,11 +106,22 @@ class Attempt:
         self.record_key = leader_key(self.label, self.settings.kind)
         self.record_keys[self.record_key] = None
 
-    def claim(self, meta: Meta | None = None) -> bytes:
-        """The value of this attempt's ticket and record. `meta` replaces that of the settings."""
+    def claim(self) -> bytes:
+        """The value of this attempt's ticket."""
+        return self._claim(None).encode()
+
+    def record_value(self, meta: Meta | None = None) -> bytes:
+        """The value of this attempt's record. It states when the record was created, which is when
+        this is called until there is a record."""
+        if self.record is None:
+            self._since = self.core.runtime.clock.wall()
+        ttl_s = self.keepalive.lease.ttl_s
+        return self._claim(meta)._replace(since=self._since, ttl_s=ttl_s).encode()
+
+    def _claim(self, meta: Meta | None) -> Claim:
         settings = self.settings
         shown = settings.meta if meta is None else meta
-        return Claim(settings.name, self.id, shown, settings.priority).encode()
+        return Claim(settings.name, self.id, shown, settings.priority)
 
     def is_mine(self, entry: Entry) -> bool:
         """Whether this attempt wrote the entry, under its own lease."""

@@ -201,7 +201,7 @@ class Claiming:
         attempt, store = self.attempt, self.attempt.core.store
         before, self._created = self._created, True
         creation = await attempt.write(
-            store.create(attempt.record_key, attempt.claim(), attempt.keepalive.lease)
+            store.create(attempt.record_key, attempt.record_value(), attempt.keepalive.lease)
         )
         if creation.won or attempt.is_mine(creation.entry):
             return creation.entry

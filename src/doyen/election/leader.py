@@ -161,7 +161,7 @@ class Leading:
     def _publication(self, meta: Meta) -> Callable[[], Coroutine[Any, Any, None]]:
         """Check what is to be published, before anything is sent."""
         meta = meta_of(meta)
-        return partial(self._publish, meta, self.attempt.claim(meta))
+        return partial(self._publish, meta, self.attempt.record_value(meta))
 
     async def _publish(self, meta: Meta, value: bytes) -> None:
         attempt, term = self.attempt, self.term

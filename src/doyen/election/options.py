@@ -130,7 +130,8 @@ class CampaignSettings:
         leader_key(f"{self.election}/0" if self.kind == "semaphores" else self.election, self.kind)
         object.__setattr__(self, "name", self.name or default_name())
         object.__setattr__(self, "meta", meta_of(self.meta))
-        Claim(self.name, "", self.meta).encode()
+        # As long as the record will be: with an attempt, a time and a ttl.
+        Claim(self.name, "f" * 24, self.meta, since=1.1e9 / 7, ttl_s=1.1e4 / 7).encode()
         if self.recipe not in ("line", "race"):
             raise ConfigError(f"recipe is 'line' or 'race', not {self.recipe!r}")
         if self.on_overrun not in ("report", "exit"):

@@ -106,7 +106,16 @@ async def observe(
 def leader_of(election: str, record: Entry, kind: Kind = "elections") -> Leader:
     """The leader that a leader record describes."""
     claim = Claim.decode(record.value)
-    return Leader(election, claim.name, record.revision, claim.meta, kind)
+    return Leader(
+        election,
+        claim.name,
+        record.revision,
+        claim.meta,
+        kind,
+        claim.since,
+        claim.ttl_s,
+        record.remaining_s,
+    )
 
 
 def line_of(

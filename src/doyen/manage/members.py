@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, cast
@@ -60,6 +60,7 @@ __all__ = [
     "changes",
     "observe_members",
     "read_members",
+    "roster_of",
 ]
 
 SCHEMA = 1
@@ -635,17 +636,21 @@ class Roster:
 
 async def read_members(core: SessionCore, group: str) -> Roster:
     """The members of a group, read from the store, in the order of their names."""
+    at = core.runtime.clock.now()
+    return roster_of(await core.call(core.store.list(members_key(group))), at)
+
+
+def roster_of(entries: Iterable[Entry], at: float) -> Roster:
+    """The members that the entries of a group describe."""
     from urllib.parse import unquote  # as in `model`
 
-    prefix = members_key(group)
-    at = core.runtime.clock.now()
     members: dict[str, Member] = {}
     recheck_s: float | None = None
-    for entry in await core.call(core.store.list(prefix)):
+    for entry in entries:
         value = MemberValue.decode(entry.value)
         if value is None or entry.lease is None:
             continue
-        name, silent_s, suspected = unquote(entry.key[len(prefix) + 1 :]), None, False
+        name, silent_s, suspected = unquote(entry.key.rpartition("/")[2]), None, False
         if entry.remaining_s is not None:
             silent_s = max(0.0, value.ttl_s - entry.remaining_s)
             late_s = silent_s - SUSPECT_AFTER * value.ttl_s

@@ -111,7 +111,7 @@ class SlotClaiming(Claiming):
         before, self._in_doubt = self._in_doubt, slot
         try:
             creation = await attempt.write(
-                store.create(attempt.record_key, attempt.claim(), attempt.keepalive.lease)
+                store.create(attempt.record_key, attempt.record_value(), attempt.keepalive.lease)
             )
         except StoreUnavailable:
             self._in_doubt = before

@@ -464,7 +464,9 @@ class ShardOwner:
                     core, self.settings.campaign(slot.shard), keepalive
                 )
             creation = await attempt.write(
-                core.store.create(attempt.record_key, attempt.claim(), attempt.keepalive.lease)
+                core.store.create(
+                    attempt.record_key, attempt.record_value(), attempt.keepalive.lease
+                )
             )
             won = creation.won or attempt.is_mine(creation.entry)
             if not won and await core.deletions.delete_left_over(creation.entry):
