@@ -17,12 +17,15 @@ import pytest
 
 import story
 from doyen.cli import main
+from doyen.election.leader import Leading
 from doyen.lab.checkers import ViolationFound
 from doyen.lab.protocols import known
 from doyen.lab.scenarios import SCENARIOS, ScenarioResult, core_world, run_scenario
-from doyen.lab.scenarios.controllers import Broker, controller
+from doyen.lab.scenarios.configurations import config_change
+from doyen.lab.scenarios.controllers import controller
 from doyen.lab.scenarios.elections import GuardedRegister, herd, master_row, paused_leader
 from doyen.lab.scenarios.ensembles import by_ids_alone, no_majority
+from doyen.lab.scenarios.groups import publishing, registration
 from doyen.lab.scenarios.logs import (
     AsPrinted,
     CountsWhoIsUp,
@@ -31,11 +34,17 @@ from doyen.lab.scenarios.logs import (
     votes_too_early,
 )
 from doyen.lab.scenarios.transcript import Transcript
+from doyen.manage import members
+from doyen.manage.config import ConfigStore
+from doyen.manage.documents import Versioned
+from doyen.manage.members import Registration, Roster
+from doyen.manage.publishing import ListPublisher
 from doyen.quorum.consensus.core import Making
 from doyen.quorum.consensus.invariants import InvariantBroken
 from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.consensus.smallest_id import SmallestId
 from mutants_raft import ReadsWithoutRounds
+from mutants_shards import moved_too_much, unclaimed
 from mutants_zab import ForgetsCurrentEpoch
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts" / "scenarios"
@@ -152,7 +161,10 @@ SOUND: dict[str, tuple[Callable[[Transcript], None], list[str]]] = {
     "readers write back": (partial(quorum_anomaly, repair=True), ["with a quorum", "the lab's"]),
     "all five count": (partial(votes_too_early, early=Raft), ["counting only"]),
     "logs are compared": (partial(vote_without_log, printed=Raft), ["as printed"]),
-    "brokers know epochs": (partial(controller, credulous=Broker), ["without epochs"]),
+    "a name has one holder": (partial(registration, last_wins=False), ["in the model"]),
+    "lists are compared": (partial(publishing, careless=False), ["without the comparison"]),
+    "it is written first": (partial(config_change, notifies_first=False), ["notified before"]),
+    "plans are compared": (partial(controller, careless=False), ["without the comparison"]),
 }
 
 
@@ -202,3 +214,59 @@ def test_the_facts_fail_with_broken_parts(
         assert not run_scenario(name).ok
     except (InvariantBroken, ViolationFound):
         pass
+
+
+def names_are_shared(patch: pytest.MonkeyPatch) -> None:
+    """A process takes the entry of another for its own."""
+    patch.setattr(Registration, "_is_mine", lambda self, entry: True)
+
+
+def health_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A leader does not ask whether its member may lead."""
+    patch.setattr(Leading, "_check_eligibility", lambda self: None)
+
+
+def a_new_leader_does_not_write(patch: pytest.MonkeyPatch) -> None:
+    """The publisher of a later leader leaves the list as it is."""
+    publish = ListPublisher._publish
+
+    async def only_the_first(self: ListPublisher, roster: Roster) -> None:
+        current = await self._current()
+        if current is None or current.token == self.term.token:
+            await publish(self, roster)
+
+    patch.setattr(ListPublisher, "_publish", only_the_first)
+
+
+def the_history_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """A writer replaces the current version without a copy of it."""
+
+    async def skip(self: ConfigStore[Any], current: Versioned) -> None:
+        pass
+
+    patch.setattr(ConfigStore, "_copy", skip)
+
+
+def nobody_is_suspected(patch: pytest.MonkeyPatch) -> None:
+    """An observer does not look at renewals."""
+    patch.setattr(members, "SUSPECT_AFTER", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("registration", names_are_shared),
+        ("leader-switch", health_is_ignored),
+        ("publishing", a_new_leader_does_not_write),
+        ("config-change", the_history_is_not_kept),
+        ("fault-detection", health_is_ignored),
+        ("fault-detection", nobody_is_suspected),
+        ("controller", moved_too_much),
+        ("controller", unclaimed),
+    ],
+)
+def test_the_facts_fail_if_a_rule_of_the_product_is_broken(
+    name: str, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    assert not run_scenario(name).ok

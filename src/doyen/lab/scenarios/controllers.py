@@ -1,184 +1,205 @@
 """A scenario of a controller that assigns the leaders of partitions, as in Kafka.
 
-The brokers' registrations and the controller's election are sessions and campaigns that users run.
-The partitions and the brokers are models: `Broker` keeps the highest controller epoch that it has
-seen and refuses orders of an earlier one; `CredulousBroker`, the broken variant, obeys all orders.
+The brokers, the controller, its plan and the partitions' leaders are the shards that users run,
+under the eyes of the oracle. The store that compares no versions is the broken variant: there the
+late plan of a controller that was replaced is accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
 from typing import NamedTuple
 
-from doyen.errors import LeadershipLost
+from doyen.lab.scenarios.oracle import ManagementOracle
 from doyen.lab.scenarios.store_world import StoreWorld, run_store_world
-from doyen.lab.scenarios.transcript import Transcript
+from doyen.lab.scenarios.transcript import Transcript, listed
+from doyen.manage.documents import Versioned
+from doyen.manage.shards.controller import group_of
+from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.routing import ShardMap
+from doyen.manage.shards.scopes import OwnedShards
+from doyen.model import Entry, Leader, shards_key
 from doyen.session import Session
-from doyen.term import Term
 
 BROKERS = ("broker1", "broker2", "broker3")
-PARTITIONS = ("orders-0", "orders-1", "orders-2")
-REACH_S = 0.002
-
-
-class LeaderAndIsr(NamedTuple):
-    """An order of a controller: the leader of a partition, and the controller's epoch."""
-
-    controller: str
-    controller_epoch: int
-    partition: str
-    leader: str
-
-
-class Broker:
-    """Obeys the controller of the highest epoch that it has seen."""
-
-    def __init__(self, name: str, world: StoreWorld) -> None:
-        self.name = name
-        self._world = world
-        self.controller_epoch = 0
-        self.leaders: dict[str, str] = {}
-        self.refused: list[LeaderAndIsr] = []
-
-    def obey(self, order: LeaderAndIsr) -> None:
-        if self._is_stale(order):
-            self.refused.append(order)
-            epochs = f"{order.controller_epoch} is earlier than {self.controller_epoch}"
-            self._world.record(self.name, f"refuses an order of {order.controller}: epoch {epochs}")
-            return
-        self.controller_epoch = order.controller_epoch
-        self.leaders[order.partition] = order.leader
-
-    def _is_stale(self, order: LeaderAndIsr) -> bool:
-        return order.controller_epoch < self.controller_epoch
-
-
-class CredulousBroker(Broker):
-    """The broken variant: obeys every order."""
-
-    def _is_stale(self, order: LeaderAndIsr) -> bool:
-        return False
-
-
-Making = Callable[[str, StoreWorld], Broker]
+TOPIC = "orders"
+PARTITIONS = 3
+PLAN = shards_key(TOPIC, "plan")
 
 
 class BrokerCluster:
-    """Brokers, one of which is the controller."""
+    """Brokers that lead the partitions of a topic. One of them is the controller."""
 
-    def __init__(self, world: StoreWorld, make: Making) -> None:
+    def __init__(self, world: StoreWorld) -> None:
         self.world = world
-        self.brokers = {name: make(name, world) for name in BROKERS}
-        self.terms: list[Term] = []
-        self.partitions: tuple[str, ...] = ()
-        self.seen_at = 0.0
-        """When the result was recorded."""
+        self.oracle = ManagementOracle(world)
+        self.owned: dict[str, OwnedShards] = {}
+        self.maps: dict[str, ShardMap] = {}
+        """The plan as each broker has last read it."""
+        self.controllers: list[Leader] = []
+        self.epochs: list[int] = []
+        """The tokens of the plans that the store has accepted, in order."""
+        self.refused: list[int] = []
+        """The tokens of those that it has refused."""
+        self.led: list[tuple[int, str]] = []
+        """Each partition that got a leader, and its name, in order."""
+        world.server.on_put.append(self._written)
 
     def start(self, name: str) -> None:
         async def run(session: Session) -> None:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._register(session, name))
-                tasks.create_task(self._campaign(session, name))
+            async with session.own_shards(TOPIC, self._lead, name=name) as owned:
+                self.owned[name] = owned
+                async for current in session.observe_shards(TOPIC):
+                    self.maps[name] = current
 
         self.world.start(name, run)
 
-    async def _register(self, session: Session, name: str) -> None:
-        """A registration that ends with the broker, as in /brokers/ids."""
-        async for campaign in session.campaigns(f"/brokers/ids/{name}", name=name):
-            async with campaign:
-                await asyncio.get_running_loop().create_future()
+    async def _lead(self, term: ShardTerm) -> None:
+        """The body of a partition: lead it until the term is over."""
+        self.oracle.begins(term)
+        self.led.append((term.shard, term.name))
+        self.world.record(term.name, f"leads {TOPIC}-{term.shard} with token {term.token}")
+        await asyncio.get_running_loop().create_future()
 
-    async def _campaign(self, session: Session, name: str) -> None:
-        async for campaign in session.campaigns("/controller", name=name):
-            try:
-                async with campaign as term:
-                    self.terms.append(term)
-                    self.world.record(name, f"is the controller, epoch {term.token}")
-                    await self._control(session, name, term)
-            except LeadershipLost:
-                pass
+    def operate(self) -> None:
+        """An operator creates the topic, and observes who is the controller."""
 
-    async def _control(self, session: Session, name: str, term: Term) -> None:
-        """Assign a live leader to each partition."""
-        while True:
-            alive = [each for each in BROKERS if await session.leader(f"/brokers/ids/{each}")]
-            leaders = self.brokers[name].leaders
-            for number, partition in enumerate(self.partitions):
-                if leaders.get(partition) not in alive:
-                    leader = alive[number % len(alive)]
-                    self.world.record(name, f"assigns {partition} to {leader}")
-                    self.send(LeaderAndIsr(name, term.token, partition, leader), *BROKERS)
-            await asyncio.sleep(0.5)
+        async def run(session: Session) -> None:
+            await session.shards(TOPIC).configure(count=PARTITIONS, min_members=len(BROKERS))
+            async for leader in session.observe(group_of(TOPIC)):
+                if leader is not None:
+                    self.controllers.append(leader)
+                    self.world.record(leader.name, f"is the controller, epoch {leader.token}")
 
-    def send(self, order: LeaderAndIsr, *to: str) -> None:
-        """Send an order. It leaves only while the sender runs, and is read only while the receiver
-        runs."""
-        self.world.loop.call_later(REACH_S, self._arrive, order, to)
+        self.world.start("operator", run)
 
-    def _arrive(self, order: LeaderAndIsr, to: tuple[str, ...]) -> None:
-        for name in to:
-            inside = self.world.participants[name].context
-            self.world.loop.call_soon(self.brokers[name].obey, order, context=inside)
+    def ask_for_move(self, partition: int, to: str) -> None:
+        async def run(session: Session) -> None:
+            self.world.record("admin", f"asks for {TOPIC}-{partition} to be moved to {to}")
+            await session.shards(TOPIC).move(partition, to=to, wait_s=600)
+            self.world.record("admin", f"is answered: {to} leads {TOPIC}-{partition}")
+            await asyncio.get_running_loop().create_future()
 
-    def claims(self, partition: str) -> list[str]:
-        """The brokers that consider themselves the leader of a partition."""
-        return [
-            name for name, broker in self.brokers.items() if broker.leaders.get(partition) == name
-        ]
+        self.world.start("admin", run)
+
+    def _written(self, key: str, value: bytes, entry: Entry | None) -> None:
+        if key != PLAN:
+            return
+        epoch = int(json.loads(value)["token"])
+        if entry is None:
+            self.refused.append(epoch)
+            current = self.world.server.get(PLAN)
+            assert current is not None
+            self.world.transcript.record_event(
+                self.world.now,
+                f"the store refuses a plan of epoch {epoch}: the current one is of epoch"
+                f" {Versioned.decode(current).token}",
+            )
+        else:
+            self.epochs.append(epoch)
+
+    def planned(self) -> tuple[str, ...]:
+        """The leaders of the partitions in the plan that the store has."""
+        entry = self.world.server.get(PLAN)
+        return () if entry is None else ShardPlan.decode(Versioned.decode(entry).body).owners
+
+    def leaders(self) -> dict[int, list[str]]:
+        """Those whose term is valid, by partition."""
+        terms = [term for owned in self.owned.values() for term in owned.terms.values()]
+        valid = sorted((term.shard, term.name) for term in terms if term.valid)
+        return {
+            partition: [name for shard, name in valid if shard == partition]
+            for partition in range(PARTITIONS)
+        }
+
+    def believers(self, partition: int) -> list[str]:
+        """The brokers that would lead a partition if they went by the plan that they have read."""
+        return [name for name in BROKERS if self.maps[name].owners[partition] == name]
 
 
-async def _fail_over(world: StoreWorld, make: Making) -> BrokerCluster:
-    """The controller is paused while an order is under way, and resumes when there is another
-    one."""
-    cluster = BrokerCluster(world, make)
+class Replaced(NamedTuple):
+    """What was seen when the first controller had been replaced."""
+
+    before: tuple[str, ...]
+    """The plan before."""
+    after: tuple[str, ...]
+    leaders: dict[int, list[str]]
+    believers: list[str]
+    """Who would lead the partition of the first controller by the plan alone."""
+    cluster: BrokerCluster
+
+
+async def _fail_over(world: StoreWorld, *, careless: bool) -> Replaced:
+    """The controller is paused while a plan of it is on its way, and replaced."""
+    cluster = BrokerCluster(world)
     for name in BROKERS:
         cluster.start(name)
         await asyncio.sleep(0.1)
-    await asyncio.sleep(0.7)
-    world.transcript.record_event(world.now, "the topic orders is created, with three partitions")
-    cluster.partitions = PARTITIONS
-    await asyncio.sleep(1.5)
-    broker1 = world.participants["broker1"]
-    world.record("broker1", "sends broker1 and broker3 again that broker1 leads orders-0")
-    order = LeaderAndIsr("broker1", cluster.terms[0].token, "orders-0", "broker1")
-    broker1.context.copy().run(cluster.send, order, "broker1", "broker3")
-    broker1.pause()
-    await world.until(lambda: cluster.brokers["broker2"].leaders["orders-0"] == "broker2")
-    await asyncio.sleep(2.0)
-    broker1.resume()
-    await asyncio.sleep(0.1)
-    cluster.seen_at = world.now
-    for name, broker in cluster.brokers.items():
-        world.record(name, f"considers {broker.leaders['orders-0']} the leader of orders-0")
-    return cluster
+    cluster.operate()
+    await asyncio.sleep(1.7)
+    before, arrives = cluster.planned(), asyncio.Event()
+    first = cluster.controllers[0].name
+    mine, moved = before.index(first), before.index(BROKERS[-1])
+
+    def sent() -> asyncio.Event:
+        world.record(first, f"writes a plan with {TOPIC}-{moved} on its way; the request is slow")
+        world.participants[first].pause()
+        return arrives
+
+    world.intercept(first, "put", PLAN, sent)
+    cluster.ask_for_move(moved, first)
+    await world.until(lambda: len(cluster.controllers) == 2)
+    await world.until(lambda: all(len(names) == 1 for names in cluster.leaders().values()))
+    await asyncio.sleep(1.0)
+    if careless:
+        world.server.careless.add(PLAN)
+    world.transcript.record_event(world.now, f"the plan of {first} arrives at the store")
+    arrives.set()
+    await asyncio.sleep(0.001)
+    seen = Replaced(before, cluster.planned(), cluster.leaders(), cluster.believers(mine), cluster)
+    world.participants[first].resume()
+    await asyncio.sleep(3.0)
+    return seen
 
 
-def controller(transcript: Transcript, credulous: Making = CredulousBroker) -> None:
-    cluster = run_store_world(transcript, lambda world: _fail_over(world, Broker))
-    transcript.note("The same with brokers that ignore the epoch (a broken variant); at the end:")
-    misled = run_store_world(Transcript(), lambda world: _fail_over(world, credulous))
-    for name, broker in misled.brokers.items():
-        transcript.record(
-            misled.seen_at, name, f"considers {broker.leaders['orders-0']} the leader of orders-0"
-        )
-    epochs = [term.token for term in cluster.terms]
+def controller(transcript: Transcript, *, careless: bool = True) -> None:
+    seen = run_store_world(transcript, lambda world: _fail_over(world, careless=False))
+    transcript.note("The same with a store that compares no versions (a broken variant):")
+    broken = Transcript()
+    misled = run_store_world(broken, lambda world: _fail_over(world, careless=careless))
+    lines = broken.end().lines
+    for line in lines[next(n for n, line in enumerate(lines) if line.endswith("the store")) :]:
+        transcript.note(line)
+    cluster = seen.cluster
+    first, second = cluster.controllers[:2]
+    mine = seen.before.index(first.name)
+    partition = f"{TOPIC}-{mine}"
     transcript.fact(
-        "broker1 was the first controller; while it was paused, broker2 was, with a later epoch",
-        [term.name for term in cluster.terms[:2]] == ["broker1", "broker2"]
-        and epochs == sorted(set(epochs)),
+        f"{first.name} was the first controller; while it was paused, {second.name} was, with a"
+        " later epoch",
+        len(cluster.controllers) == 2 and first.token < second.token,
     )
     transcript.fact(
-        "the partition of broker1 was assigned to another; the others kept their leaders",
-        cluster.brokers["broker2"].leaders
-        == {"orders-0": "broker2", "orders-1": "broker2", "orders-2": "broker3"},
+        f"the partition of {first.name} was assigned to another; the others kept their leaders",
+        [seen.after[n] != name for n, name in enumerate(seen.before)]
+        == [n == mine for n in range(PARTITIONS)],
     )
     transcript.fact(
-        "the late order of broker1 was refused, also by broker1 itself",
-        [len(broker.refused) for broker in cluster.brokers.values()] == [1, 0, 1],
+        f"the late plan of {first.name} was refused, and epochs never went back",
+        cluster.refused == [first.token] and cluster.epochs == sorted(cluster.epochs),
     )
-    transcript.fact("orders-0 has one leader", cluster.claims("orders-0") == ["broker2"])
     transcript.fact(
-        "without epochs the late order was obeyed, and orders-0 had two leaders",
-        misled.claims("orders-0") == ["broker1", "broker2"],
+        f"by the plans that they had read, {listed(seen.believers)} would both have led"
+        f" {partition}; by its record, {listed(seen.leaders[mine])} did",
+        seen.believers == [first.name, second.name] and seen.leaders[mine] == [second.name],
+    )
+    cluster.oracle.report()
+    transcript.fact(
+        f"without the comparison the late plan was obeyed: {partition} was moved back to"
+        f" {first.name} and away again; even so it never had two leaders at once",
+        [name for shard, name in misled.cluster.led if shard == mine]
+        == [first.name, second.name] * 2
+        and len(misled.cluster.oracle.violations) == 1,
     )

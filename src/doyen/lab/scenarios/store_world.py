@@ -14,12 +14,13 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+from doyen._waiting import shared
 from doyen.election.options import SessionSettings
 from doyen.lab.processes import LabLoop, Process, quiet
 from doyen.lab.scenarios.transcript import Transcript
-from doyen.lease.clock import VirtualClock
+from doyen.lease.clock import Clock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
-from doyen.model import Lease
+from doyen.model import Entry, Lease, Version
 from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Watch
@@ -30,6 +31,34 @@ T = TypeVar("T")
 TTL_S = 5.0
 """As in the documents: `client.lease(5)`."""
 ONE_WAY_S = 0.001
+PATIENCE_S = 20.0
+"""A scenario that waits for something longer than this has failed."""
+
+
+class NotReached(Exception):
+    """What a scenario waits for has not happened. The message is the fact that does not hold."""
+
+
+class ObservedServer(MemoryServer):
+    """The store. What is written to it is reported to those who watch over a scenario.
+
+    Keys in `careless` are the broken variant: there, the version that a writer expects is ignored.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.careless: set[str] = set()
+        self.on_put: list[Callable[[str, bytes, Entry | None], None]] = []
+        """Called with the key, the value, and what was stored; None if it was refused."""
+
+    def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
+        if key in self.careless:
+            stored = self.get(key)
+            if_version = None if stored is None else stored.version
+        entry = super().put(key, value, if_version)
+        for report in self.on_put:
+            report(key, value, entry)
+        return entry
 
 
 class StoreWorld:
@@ -41,7 +70,7 @@ class StoreWorld:
         self.transcript = transcript
         self.loop = loop
         self.clock = clock
-        self.server = MemoryServer(clock)
+        self.server = ObservedServer(clock)
         self.outside = copy_context()
         self.notified: list[tuple[float, str]] = []
         """The times and receivers of the store's notifications."""
@@ -50,6 +79,9 @@ class StoreWorld:
         self.local = local
         """Whether the store has no distance. That is faster, but no process can be stopped then."""
         self.participants: dict[str, Participant] = {}
+        """The latest process of each name."""
+        self._started: list[Participant] = []
+        self._interceptions: dict[tuple[str, str, str], Callable[[], asyncio.Event | None]] = {}
 
     @property
     def now(self) -> float:
@@ -59,17 +91,34 @@ class StoreWorld:
         self.transcript.record(self.now, subject, predicate)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Let time pass until the condition holds."""
-        while not condition():  # noqa: ASYNC110  (virtual time costs nothing)
+        """Let time pass until the condition holds. Raises `NotReached` if it does not."""
+        until = self.now + PATIENCE_S
+        while not condition():
+            if self.now >= until:
+                raise NotReached(f"what comes next happens within {PATIENCE_S:g} s")
             await asyncio.sleep(0.01)
 
     def start(
         self, name: str, run: Callable[[Session], Awaitable[None]], *, ttl_s: float = TTL_S
     ) -> Participant:
         """Start a process that runs this with its session."""
-        participant = self.participants[name] = Participant(self, name)
+        participant = Participant(self, name, len(self._started) + 1)
+        self.participants[name] = participant
+        self._started.append(participant)
         participant.start(self._run(participant, run, ttl_s))
         return participant
+
+    def intercept(
+        self, name: str, operation: str, key: str, do: Callable[[], asyncio.Event | None]
+    ) -> None:
+        """Do this, once, when the process sends such a request. If it returns an event, the request
+        is on its way until that is set, whatever becomes of the process meanwhile."""
+        self._interceptions[name, operation, key] = do
+
+    def sends(self, name: str, operation: str, key: str) -> asyncio.Event | None:
+        """A process sends a request."""
+        self.calls.append((self.now, operation))
+        return self._interceptions.pop((name, operation, key), lambda: None)()
 
     async def _run(
         self, participant: Participant, run: Callable[[Session], Awaitable[None]], ttl_s: float
@@ -82,8 +131,10 @@ class StoreWorld:
 
     async def close(self) -> None:
         """End all processes, including killed and paused ones."""
+        self.loop.after_turn = lambda: None
+        self.server.on_put.clear()
         tasks = []
-        for participant in self.participants.values():
+        for participant in self._started:
             participant.release()
             tasks += [task for task in participant.tasks if not task.done()]
         for task in tasks:
@@ -94,8 +145,8 @@ class StoreWorld:
 class Participant(Process):
     """One process. What happens to it is recorded."""
 
-    def __init__(self, world: StoreWorld, name: str) -> None:
-        super().__init__(world.loop, name, len(world.participants) + 1)
+    def __init__(self, world: StoreWorld, name: str, number: int) -> None:
+        super().__init__(world.loop, name, number)
         self._world = world
 
     def kill(self) -> None:
@@ -129,15 +180,19 @@ class RemoteStore(FaultyStore):
         do: Callable[[], Awaitable[T]],
         lease: Lease | None = None,
     ) -> T:
-        self._world.calls.append((self._world.now, operation))
+        delayed = self._world.sends(self._participant.machine, operation, about)
         if self._local:
             return await do()
-        await asyncio.sleep(ONE_WAY_S)
+        if delayed is None:
+            await asyncio.sleep(ONE_WAY_S)
 
         async def execute() -> T:
+            if delayed is not None:
+                await delayed.wait()
             return await do()
 
-        result = await self._world.loop.create_task(execute(), context=self._world.outside.copy())
+        task = self._world.loop.create_task(execute(), context=self._world.outside.copy())
+        result = await (task if delayed is None else shared(task))
         await asyncio.sleep(ONE_WAY_S)
         return result
 
