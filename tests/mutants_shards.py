@@ -139,8 +139,17 @@ def untokened(patch: pytest.MonkeyPatch) -> None:
 
 def never_looks(patch: pytest.MonkeyPatch) -> None:
     """An owner that waits for a record does not notice that it has gone."""
+    patch.setattr(ShardOwner, "_record_changed", lambda self, slot: None)
 
-    async def ignore(self: ShardOwner) -> None:
-        self._stale["at"] = False
 
-    patch.setattr(ShardOwner, "_look_at_records", ignore)
+def trusting(patch: pytest.MonkeyPatch) -> None:
+    """An owner ends terms because the plan says that they have no record, without reading it."""
+
+    async def believe(self: ShardOwner) -> None:
+        for shard in self._unheld:
+            leading = self.slots[shard].leading
+            if leading is not None:
+                leading.term._lose("the plan says so")
+        self._unheld = []
+
+    patch.setattr(ShardOwner, "_look_at_unheld", believe)

@@ -13,6 +13,7 @@ import pytest
 from doyen import ConfigError, OrderFailed, Session
 from doyen.errors import Conflict, NameTaken, StaleMap, StaleToken
 from doyen.manage.documents import Versioned
+from doyen.manage.shards import controller
 from doyen.manage.shards.controller import Controller
 from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
@@ -21,7 +22,7 @@ from doyen.manage.shards.scopes import OwnedShards
 from doyen.model import Claim, members_key, shards_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late
-from mutants_shards import grace_forgotten, two_bodies, unread, untokened
+from mutants_shards import grace_forgotten, trusting, two_bodies, unread, untokened
 from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
 
 
@@ -641,3 +642,35 @@ async def test_a_record_that_was_removed_ends_its_term(place: Place) -> None:
     place.server.delete(f"{shards_key('jobs', 'at')}/1/leader")
     await until(lambda: 1 in jobs.running and jobs.running[1].token > token, 3 * TTL_S)
     assert keepalive_of(session).lost_because is None
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@virtual
+async def test_a_plan_that_wrongly_says_that_records_are_missing_ends_no_term(
+    place: Place, mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "unheld", lambda *_: (0, 1))
+    if mutant:
+        trusting(monkeypatch)
+    jobs = Jobs(place)
+    await jobs.create(2)
+    await jobs.join("a")
+    await jobs.settled(2)
+    tokens = {shard: term.token for shard, term in jobs.running.items()}
+    await until(lambda: jobs.plan().unheld == (0, 1), 2 * TTL_S)
+    await asyncio.sleep(TTL_S)
+    assert ({shard: term.token for shard, term in jobs.running.items()} != tokens) is mutant
+
+
+@virtual
+async def test_members_do_not_hear_of_each_others_records(place: Place) -> None:
+    """Each watches the plan, the members, and what it waits for. The records of all shards are
+    watched by the controller alone."""
+    jobs = Jobs(place)
+    await jobs.create(20, min_members=3)
+    owned = {name: (await jobs.join(name))[1] for name in "abc"}
+    await jobs.settled(20)
+    at = shards_key("jobs", "at")
+    watched = place.server._watchers
+    assert {scope: len(each) for scope, each in watched.items() if scope.startswith(at)} == {at: 1}
+    assert sum(len(each.terms) for each in owned.values()) == 20

@@ -202,6 +202,12 @@ class Attempt:
             self._watch = watch
         return True
 
+    def unwatch_record(self) -> None:
+        """Do not watch the record any more."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def _changed(self) -> None:
         self.on_change()
 
@@ -318,7 +324,5 @@ class Attempt:
         self._ended = True
         self.keepalive.forget(self)
         self.keepalive.attempts.discard(self.id)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self.unwatch_record()
         self.core.leases.release(self.keepalive)

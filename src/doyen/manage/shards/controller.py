@@ -4,6 +4,9 @@ Every member of the set is a candidate. The one that is elected first rewrites t
 own token: from then on a write of its predecessor fails, because each write names the version that
 it replaces. Then it takes one step after another: read, compute the next plan, and write it if it
 differs. There is at most one write in `settle_s`.
+
+The controller is the one process that watches the records of all shards. When they have not changed
+for a ttl, it checks once that each shard has one, and names those that do not in the plan.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +39,7 @@ from doyen.manage.documents import Document, Versioned
 from doyen.manage.members import read_members
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
-from doyen.manage.shards.steps import SeenMember, next_plan
+from doyen.manage.shards.steps import SeenMember, next_plan, unheld
 from doyen.model import Claim, Member, leader_key, members_key, shards_key
 from doyen.stores.port import Watch
 from doyen.term import Term
@@ -48,6 +52,8 @@ ASIDE_FROM = 500
 """From this number of shards on, plans are computed on another thread."""
 TICK_S = 1.0
 """How often to look at moves and members that are waited for if nothing changes."""
+CHECK_AFTER_TTLS = 10
+"""If records keep changing, they are checked after this many ttls."""
 GETS_AT_ONCE = 32
 """More records than this are read by one list."""
 
@@ -107,6 +113,11 @@ class Controller:
         self._current = ShardPlan()
         """The plan that follows from it."""
         self._stepped_at = 0.0
+        self._records_at = 0.0
+        """When a record changed last, and when one did first after they were checked."""
+        self._records_since = 0.0
+        self._checking: asyncio.TimerHandle | None = None
+        self._check_due = False
 
     async def run(self) -> None:
         """Control until the term is over."""
@@ -126,6 +137,8 @@ class Controller:
                     pause_s = calls.timing.ttl_s
                 await asyncio.sleep(pause_s)
         finally:
+            if self._checking is not None:
+                self._checking.cancel()
             for watch in self._watches.values():
                 watch.close()
 
@@ -151,14 +164,15 @@ class Controller:
     async def _step(self) -> float:
         """Take one step, and return for how long to wait before the next."""
         core = self._core
-        for scope in (
-            self._spec.key,
-            members_key(group_of(self._name)),
-            shards_key(self._name, "at"),
-        ):
+        for scope, notify in {
+            self._spec.key: self._wakeup.wake,
+            members_key(group_of(self._name)): self._wakeup.wake,
+            shards_key(self._name, "at"): self._records_changed,
+        }.items():
             if scope not in self._watches:
-                watching = core.store.watch(scope, self._wakeup.wake)
-                self._watches[scope] = await core.call(watching)
+                self._watches[scope] = await core.call(core.store.watch(scope, notify))
+                if notify == self._records_changed:
+                    self._records_changed()
         self._wakeup.woken = False
         asked = await self._spec.read()
         if asked is None:
@@ -166,9 +180,13 @@ class Controller:
             return 0.0
         spec = ShardSpec.decode(asked.body)
         members = await seen_members(core, self._name)
-        records = await self._records()
+        checking, known = self._check_due, self._current
+        records = await self._records(all_of_them=checking)
+        if checking:
+            self._check_due = False
+            known = replace(known, unheld=unheld(known, members, records))
         now = core.runtime.clock.now()
-        compute = partial(next_plan, spec, self._current, members, records, now - self._stepped_at)
+        compute = partial(next_plan, spec, known, members, records, now - self._stepped_at)
         if spec.count < ASIDE_FROM:
             plan = compute()
         else:
@@ -180,14 +198,39 @@ class Controller:
             await self._write(self._known)
         if changed and not plan.open:
             return spec.settle_s  # perhaps no record stands already
-        waits = bool(plan.moves or plan.grace or not plan.open)
+        waits = self._depends_on_records() or bool(plan.grace)
         await self._wakeup.sleep(asyncio.get_running_loop().time() + TICK_S if waits else math.inf)
         return spec.settle_s
 
-    async def _records(self) -> dict[int, str]:
-        """The holders of the records that the next step depends on."""
+    def _depends_on_records(self) -> bool:
+        return bool(self._current.moves) or not self._current.open
+
+    def _records_changed(self) -> None:
+        """Take a step if the plan depends on records, and check them when they are at rest."""
+        now = asyncio.get_running_loop().time()
+        self._records_at = now
+        if self._checking is None:
+            self._records_since = now
+            self._check_later()
+        if self._depends_on_records():
+            self._wakeup.wake()
+
+    def _check_later(self) -> None:
+        """Have the records checked, unless one has changed within the last ttl."""
+        loop, ttl_s = asyncio.get_running_loop(), self._core.calls.timing.ttl_s
+        latest = self._records_since + CHECK_AFTER_TTLS * ttl_s
+        due = min(self._records_at + ttl_s, latest)
+        if loop.time() < due:
+            self._checking = loop.call_at(due, self._check_later)
+            return
+        self._checking = None
+        self._check_due = True
+        self._wakeup.wake()
+
+    async def _records(self, *, all_of_them: bool) -> dict[int, str]:
+        """The holders of the records that the next step depends on, or of all of them."""
         core, plan = self._core, self._current
-        if not plan.open or len(plan.moves) > GETS_AT_ONCE:
+        if all_of_them or not plan.open or len(plan.moves) > GETS_AT_ONCE:
             return await read_holders(core, self._name)
         shards = list(plan.moves)
         entries = await asyncio.gather(

@@ -13,8 +13,11 @@ For each shard that the member claims or owns there is one `Slot`:
   read serves all shards that were won before it began.
 - A record is deleted only when the body has ended. No body of a shard begins before the one before
   it, in the same process, has ended.
+- A record that another member still holds is watched, until it is gone or not planned any more. The
+  records of a large set are not watched together: each change would be reported to each member.
 - Everything else is done for the set and not for each shard: one lease, one entry in the list of
-  members, three watches, and a few tasks that claim.
+  members, two watches, and a few tasks that claim. That the records of shards that run still stand
+  is checked by the controller. An owner that the plan tells of a missing record reads it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from doyen.manage.shards.controller import control, group_of, seen_members
 from doyen.manage.shards.plan import Move, ShardPlan
 from doyen.manage.shards.spec import check_weight
 from doyen.manage.shards.steps import SeenMember
-from doyen.model import Entry, members_key, shards_key
+from doyen.model import members_key, shards_key
 from doyen.stores.port import Watch
 from doyen.term import Term, TermState
 
@@ -58,8 +61,6 @@ log = logging.getLogger("doyen")
 
 CLAIMS_AT_ONCE = 32
 """How many records a member claims or deletes at a time."""
-GETS_AT_ONCE = 8
-"""If more records than this are waited for, one list shows which of them are gone."""
 REPORTED = 32
 """How many shards that keep failing a member reports at a time."""
 STEADY_S = 60.0
@@ -151,7 +152,7 @@ class Stage(enum.Enum):
 class Slot:
     """A shard that this member claims or owns."""
 
-    __slots__ = ("attempt", "began_at", "leading", "shard", "stage", "wanted")
+    __slots__ = ("attempt", "began_at", "changed", "leading", "shard", "stage", "wanted")
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -161,6 +162,8 @@ class Slot:
         self.began_at = 0.0
         self.wanted = True
         """The plan gives the shard to this member."""
+        self.changed = False
+        """The record, which another holds, may have changed since it was claimed."""
 
 
 class BodyFailures:
@@ -214,16 +217,16 @@ class ShardOwner:
         self._reading = asyncio.Lock()
         self._wakeup = Wakeup()
         self._watches: dict[str, Watch] = {}
-        self._stale = dict.fromkeys(("plan", "members", "at"), True)
+        self._stale = dict.fromkeys(("plan", "members"), True)
         """What has changed since it was read."""
         self._due = True
         """The slots may not be what the plan says."""
-        self._changes_at = 0
-        """How often the records have changed."""
         self._incarnation = 0
         """The last incarnation of this member."""
         self._mine: list[int] = []
         """The shards that the plan gives to this member, now or after a move."""
+        self._unheld: list[int] = []
+        """Those of this member's shards that have no record, according to the plan."""
         self._others: Mapping[str, SeenMember] = {}
         """The members to which shards of this one are moved."""
         self._prepared: dict[int, bool] = {}
@@ -234,7 +237,6 @@ class ShardOwner:
         self._claimers = 0
         self._won: list[Slot] = []
         self._confirming = False
-        self._checked_at = -math.inf
         self._stopping = False
         self._empty = asyncio.Event()
         self._abandoned = False
@@ -301,10 +303,10 @@ class ShardOwner:
                 if self._due or self._failures.next_time() <= asyncio.get_running_loop().time():
                     self._due = False
                     self._follow_plan()
-                if self._stale["at"]:
-                    await self._look_at_records()
+                if self._unheld:
+                    await self._look_at_unheld()
             except (StoreUnavailable, OutcomeUnknown):
-                self._stale["members"] = self._stale["at"] = True
+                self._stale["members"] = True
                 await asyncio.sleep(self.core.calls.retry_pause())
                 continue
             except (BadDocument, StoreError) as error:
@@ -323,7 +325,6 @@ class ShardOwner:
         scopes = {
             "plan": shards_key(name, "plan"),
             "members": members_key(group_of(name)),
-            "at": shards_key(name, "at"),
         }
         for part, scope in scopes.items():
             if part not in self._watches:
@@ -333,7 +334,6 @@ class ShardOwner:
 
     def _changed(self, part: str) -> None:
         self._stale[part] = True
-        self._changes_at += part == "at"
         self._wakeup.wake()
 
     async def _read_plan(self) -> None:
@@ -365,6 +365,7 @@ class ShardOwner:
             name = self.settings.name
             self._mine = [shard for shard, owner in enumerate(plan.owners) if owner == name]
             self._mine += [shard for shard, move in plan.moves.items() if move.to == name]
+            self._unheld = [shard for shard in plan.unheld if shard in self.slots]
 
     def _is_ready(self, move: Move) -> bool:
         if move.to == self.settings.name:
@@ -453,8 +454,9 @@ class ShardOwner:
             self._claimers -= 1
 
     async def _create(self, slot: Slot) -> None:
-        """Create the record of a shard, under the same attempt until its outcome is known."""
-        core, attempt, changes = self.core, slot.attempt, self._changes_at
+        """Create the record of a shard, under the same attempt until its outcome is known. If it
+        is another's, watch it and try once more."""
+        core, attempt = self.core, slot.attempt
         try:
             if attempt is None or attempt.keepalive.lose_if_expired():
                 if attempt is not None:
@@ -463,6 +465,8 @@ class ShardOwner:
                 attempt = slot.attempt = Attempt(
                     core, self.settings.campaign(slot.shard), keepalive
                 )
+                attempt.on_change = partial(self._record_changed, slot)
+            slot.changed = False
             creation = await attempt.write(
                 core.store.create(
                     attempt.record_key, attempt.record_value(), attempt.keepalive.lease
@@ -472,6 +476,8 @@ class ShardOwner:
             if not won and await core.deletions.delete_left_over(creation.entry):
                 self._claim(slot)
                 return
+            if not won and slot.wanted and await attempt.watch_record():
+                slot.changed = True  # perhaps it has gone meanwhile
         except LeaseGone as error:
             if attempt is not None:
                 attempt.keepalive.lose(str(error))
@@ -488,6 +494,7 @@ class ShardOwner:
             return
         if won:
             attempt.record = creation.entry
+            attempt.unwatch_record()
         if not slot.wanted:
             self._leave(slot)
         elif won:
@@ -498,9 +505,14 @@ class ShardOwner:
                 core.tasks.start(self._confirm())
         else:
             slot.stage = Stage.BLOCKED
-            if changes != self._changes_at:  # perhaps this record has gone meanwhile
-                self._stale["at"] = True
-                self._wakeup.wake()
+            if slot.changed:
+                self._claim(slot)
+
+    def _record_changed(self, slot: Slot) -> None:
+        """A record that another member holds, or held, has changed."""
+        slot.changed = True
+        if slot.stage is Stage.BLOCKED:
+            self._claim(slot)
 
     async def _confirm(self) -> None:
         """Read the plan again for the shards that were won, and begin those that are planned."""
@@ -580,29 +592,14 @@ class ShardOwner:
         self._empty.set()
         self._look_again()
 
-    async def _look_at_records(self) -> None:
-        """Claim again what another has let go. Once in a ttl, check that all records stand."""
-        self._stale["at"] = False
-        blocked = [slot for slot in self.slots.values() if slot.stage is Stage.BLOCKED]
-        now = asyncio.get_running_loop().time()
-        check = now >= self._checked_at + self.core.calls.timing.ttl_s
-        if len(blocked) <= GETS_AT_ONCE and not check:
-            for slot in blocked:
-                self._claim(slot)
-            return
-        held = [slot for slot in self.slots.values() if slot.stage is Stage.RUNNING]
-        if not blocked and not held:
-            return
-        self._checked_at = now
-        prefix = shards_key(self.settings.shards, "at")
-        entries = await self.core.call(self.core.store.list(prefix))
-        records: dict[str, Entry] = {entry.key: entry for entry in entries}
-        for slot in blocked:
-            attempt = slot.attempt
-            if slot.stage is Stage.BLOCKED and attempt and attempt.record_key not in records:
-                self._claim(slot)
-        for slot in held:
-            if slot.stage is Stage.RUNNING and slot.attempt and slot.leading:
-                record = records.get(slot.attempt.record_key)
-                if record is None or record.revision != slot.leading.term.token:
-                    slot.leading.term._lose("its record was removed by another process")
+    async def _look_at_unheld(self) -> None:
+        """End terms whose record was removed. What the plan says may be out of date, so the records
+        are read."""
+        while self._unheld:
+            slot = self.slots.get(self._unheld[-1])
+            leading = None if slot is None or slot.stage is not Stage.RUNNING else slot.leading
+            if leading is not None:
+                record = await leading.attempt.get(leading.attempt.record_key)
+                if record is None or record.revision != leading.term.token:
+                    leading.term._lose("its record was removed by another process")
+            self._unheld.pop()

@@ -67,6 +67,9 @@ class ShardPlan:
     """The members on which the body of a shard kept failing."""
     aside: Mapping[int, str] = field(default_factory=dict)
     """Shards that are set aside because their body failed everywhere, and the last error."""
+    unheld: tuple[int, ...] = ()
+    """Shards that were found without a leader record, at a time when none had changed for a while.
+    Their owners see to it. There may be more."""
     retry: int = 0
     rebalanced: int = 0
     """The values of the spec's `retry` and `rebalance` that were carried out."""
@@ -133,6 +136,7 @@ class ShardPlan:
             "grace": {name: round(left_s, 3) for name, left_s in sorted(self.grace.items())},
             "failed": {str(shard): list(names) for shard, names in sorted(self.failed.items())},
             "aside": {str(shard): error for shard, error in sorted(self.aside.items())},
+            "unheld": list(self.unheld),
             "retry": self.retry,
             "rebalanced": self.rebalanced,
             "failures": self.failures,
@@ -182,6 +186,7 @@ class ShardPlan:
                     for shard, names in body.get("failed", {}).items()
                 },
                 aside={int(shard): str(error) for shard, error in body.get("aside", {}).items()},
+                unheld=tuple(map(int, body.get("unheld", ()))),
                 retry=int(body.get("retry", 0)),
                 rebalanced=int(body.get("rebalanced", 0)),
                 failures=int(body.get("failures", 3)),

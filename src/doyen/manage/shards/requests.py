@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from doyen.election.core import SessionCore
@@ -15,7 +15,7 @@ from doyen.manage.shards.planner import choose_owners
 from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible
-from doyen.model import shards_key
+from doyen.model import Claim, leader_key, shards_key
 from doyen.stores.port import Watch
 
 __all__ = [
@@ -109,15 +109,21 @@ async def move(
             raise OrderFailed(f"{to!r} cannot own shards of {name!r}: {why}")
     await change_spec(core, name, change)
     if to is None:
-        return await _wait(core, name, lambda _map, _holders: "", wait_s)
+        return await _wait(core, name, wait_s)
 
-    def missing(seen: ShardMap, holders: dict[int, str]) -> str:
-        if shard < seen.count and seen.owners[shard] == to == holders.get(shard):
+    def unplanned(seen: ShardMap) -> str:
+        return owned_by(seen.owners[shard] if shard < seen.count else "")
+
+    async def unheld() -> str:
+        record = await core.call(core.store.get(leader_key(f"{name}/{shard}", "shards")))
+        return owned_by("" if record is None else Claim.decode(record.value).name)
+
+    def owned_by(owner: str) -> str:
+        if owner == to:
             return ""
-        owner = holders.get(shard)
         return f"shard {shard} is owned by {owner!r}" if owner else f"shard {shard} has no owner"
 
-    return await _wait(core, name, missing, wait_s)
+    return await _wait(core, name, wait_s, unplanned, unheld)
 
 
 async def drain(
@@ -153,18 +159,18 @@ async def drain(
             )
     await change_spec(core, name, change)
     if undo or anyway:
-        return await _wait(core, name, lambda _map, _holders: "", wait_s)
+        return await _wait(core, name, wait_s)
 
-    def missing(seen: ShardMap, holders: dict[int, str]) -> str:
-        left = len([owner for owner in holders.values() if owner == member])
-        planned = len(seen.owned_by(member))
-        if not left and not planned:
+    def unplanned(seen: ShardMap) -> str:
+        if not (planned := len(seen.owned_by(member))):
             return ""
-        return f"{member!r} still owns {max(left, planned)} shards" + (
-            f"; {seen.note}" if seen.note else ""
-        )
+        return f"{member!r} still owns {planned} shards" + (f"; {seen.note}" if seen.note else "")
 
-    return await _wait(core, name, missing, wait_s)
+    async def unheld() -> str:
+        left = sum(owner == member for owner in (await read_holders(core, name)).values())
+        return f"{member!r} still owns {left} shards" if left else ""
+
+    return await _wait(core, name, wait_s, unplanned, unheld)
 
 
 def _why_not(spec: ShardSpec, members: dict[str, SeenMember], member: str) -> str:
@@ -177,28 +183,40 @@ def _why_not(spec: ShardSpec, members: dict[str, SeenMember], member: str) -> st
     return "; ".join(reasons)
 
 
+async def _done() -> str:
+    return ""
+
+
 async def _wait(
     core: SessionCore,
     name: str,
-    missing: Callable[[ShardMap, dict[int, str]], str],
     wait_s: float,
+    unplanned: Callable[[ShardMap], str] = lambda _: "",
+    unheld: Callable[[], Awaitable[str]] = _done,
 ) -> ShardMap:
-    """Wait until nothing is missing, and return the map. `OrderFailed` after `wait_s`."""
+    """Wait until nothing is missing, and return the map. `OrderFailed` after `wait_s`.
+
+    `unplanned` says what the plan does not say yet. Once that is nothing, `unheld` reads the
+    records and says which of them are not as planned yet: a set may have thousands.
+    """
     changed = asyncio.Event()
     left = "the store did not answer"
     plan = Document(core.calls, shards_key(name, "plan"))
-    scopes = [plan.key, shards_key(name, "at")]
-    watches: list[Watch] = []
+    scopes = {"plan": plan.key}
+    watches: dict[str, Watch] = {}
     try:
         async with asyncio.timeout(wait_s):
             while True:
                 try:
-                    while scopes:
-                        watches.append(await core.call(core.store.watch(scopes[-1], changed.set)))
-                        scopes.pop()
+                    for part in scopes.keys() - watches.keys():
+                        watching = core.store.watch(scopes[part], changed.set)
+                        watches[part] = await core.call(watching)
                     changed.clear()
                     seen = map_of(name, await plan.read())
-                    left = missing(seen, await read_holders(core, name))
+                    left = unplanned(seen)
+                    if not left and (left := await unheld()) and "records" not in scopes:
+                        scopes["records"] = shards_key(name, "at")
+                        continue  # read them again once they are watched
                 except (StoreUnavailable, OutcomeUnknown):
                     await asyncio.sleep(core.calls.retry_pause())
                     continue
@@ -208,7 +226,7 @@ async def _wait(
     except TimeoutError:
         raise OrderFailed(f"{left}, after {wait_s:g} s; it goes on without this command") from None
     finally:
-        for watch in watches:
+        for watch in watches.values():
             watch.close()
 
 

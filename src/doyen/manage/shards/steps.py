@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from doyen.manage.shards.plan import NO_MEMBER, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import ShardSpec
 
-__all__ = ["SeenMember", "eligible", "next_plan"]
+__all__ = ["SeenMember", "eligible", "next_plan", "unheld"]
 
 FAILED_ON = 2
 """On how many members a body has to keep failing before its shard is set aside."""
+UNHELD = 32
+"""How many shards without a record a plan names at a time."""
 
 
 class SeenMember(NamedTuple):
@@ -45,6 +48,18 @@ def eligible(spec: ShardSpec, members: Members) -> dict[str, Eligible]:
         for name, member in sorted(members.items())
         if (weight := spec.weight(name, member.weight)) > 0
     }
+
+
+def unheld(plan: ShardPlan, members: Members, records: Mapping[int, str]) -> tuple[int, ...]:
+    """The first shards that have a live owner according to the plan, and no leader record."""
+    if not plan.open:
+        return ()
+    missing = (
+        shard
+        for shard, owner in enumerate(plan.owners)
+        if shard not in records and owner in members and shard not in plan.moves
+    )
+    return tuple(islice(missing, UNHELD))
 
 
 def next_plan(
@@ -79,6 +94,7 @@ def _resized(plan: ShardPlan, count: int) -> ShardPlan:
         moves={shard: move for shard, move in plan.moves.items() if shard < count},
         failed={shard: names for shard, names in plan.failed.items() if shard < count},
         aside={shard: error for shard, error in plan.aside.items() if shard < count},
+        unheld=(),
     )
 
 
