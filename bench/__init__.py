@@ -15,6 +15,8 @@ the point to which the figure refers.
     worker     the program of such a process
     probes     counting store calls, and reading process statistics of the kernel
     failover, transfer, loss, frozen, cost, scale, idle, soak    the benches
+    manage     the benches of members, configurations and shards
+    managed, partitioner    their processes: of doyen, and of other libraries
 
 Not part of the package. It may import any module of doyen.
 """

@@ -21,6 +21,7 @@ from bench.frozen import frozen
 from bench.idle import idle
 from bench.lab import lab
 from bench.loss import loss
+from bench.manage import config, members, partitioners, shards
 from bench.outages import outages
 from bench.quorum import upkeep, writes
 from bench.scale import herd, many
@@ -44,8 +45,15 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "outages": outages,
     "upkeep": upkeep,
     "soak": soak,
+    "members": members,
+    "config": config,
+    "shards": shards,
+    "partitioners": partitioners,
 }
-LONG = ("engines", "writes", "outages", "upkeep", "soak")
+LONG = (
+    *("engines", "writes", "outages", "upkeep", "soak"),
+    *("members", "config", "shards", "partitioners"),
+)
 
 QUICK: dict[str, dict[str, Any]] = {
     "crash": {"trials": 2},
@@ -64,6 +72,17 @@ QUICK: dict[str, dict[str, Any]] = {
     "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},
     "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
+    "members": {
+        "processes": 1,
+        "sessions": 4,
+        "observers": 2,
+        "changes": 1,
+        "burst": 2,
+        "only": "sqlite",
+    },
+    "config": {"processes": 1, "sessions": 3, "trials": 2, "only": "sqlite"},
+    "shards": {"count": 30, "members": 4, "handovers": 1, "traced": 10, "only": "sqlite"},
+    "partitioners": {"count": 20, "members": 2, "ttl_s": 2.0, "kinds": "kazoo"},
 }
 """Parameters that only show that a bench works. The figures are meaningless."""
 
@@ -103,7 +122,9 @@ def main() -> int:
         "--quick", action="store_true", help="tiny runs, only to check that the benches work"
     )
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
-    parser.add_argument("--only", help="for engines, soak: names separated by commas")
+    parser.add_argument(
+        "--only", help="for engines, soak, members, config, shards: names separated by commas"
+    )
     parser.add_argument("--minutes", type=float, help="for soak")
     parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")
     parser.add_argument("--list", action="store_true", help="list the benches")

@@ -26,6 +26,9 @@ FIGURES = {
     "outages": 4,
     "upkeep": 3,
     "soak": 1,
+    "members": 2,
+    "config": 1,
+    "shards": 5,
 }
 
 
@@ -55,7 +58,7 @@ def test_a_bench_runs_and_reports(name: str) -> None:
 
 def test_there_is_a_list_of_benches() -> None:
     listed = bench("--list").stdout.splitlines()
-    assert {line.split()[0] for line in listed} == {*FIGURES, "engines"}
+    assert {line.split()[0] for line in listed} == {*FIGURES, "engines", "partitioners"}
 
 
 def test_an_unknown_bench_is_refused_by_name() -> None:

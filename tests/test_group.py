@@ -458,6 +458,32 @@ async def test_a_burst_costs_one_read_and_each_change_is_told_once(place: Place)
 
 
 @virtual
+async def test_a_burst_that_takes_longer_costs_one_read_a_second(place: Place) -> None:
+    faults = Faults()
+    session, observer = await place.open(), await place.open(faults)
+    seen: list[MemberChange] = []
+    task = asyncio.create_task(collect(observer, seen, suspect=False))
+    await asyncio.sleep(1)
+
+    async def join(number: int) -> int:
+        """Members join every 40 ms. Returns how often the list was read."""
+        faults.trace.clear()
+        for _ in range(number):
+            await place.sessions.enter_async_context(
+                session.member(GROUP, name=f"m{now()}", meta={})
+            )
+            await asyncio.sleep(0.04)
+        await asyncio.sleep(0.1)
+        return len([call for call in faults.trace if call.startswith("list")])
+
+    assert await join(20) == 1
+    assert len(seen) == 20
+    assert await join(120) in (5, 6)
+    assert len(seen) == 140
+    task.cancel()
+
+
+@virtual
 async def test_entries_that_are_not_members_are_ignored(place: Place) -> None:
     session = await place.open()
     place.server.put(member_key(GROUP, "x"), b"{}", None)

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+LONGEST_SETTLE = 20
+"""An observer that waits for changes to settle waits this many times as long at most."""
 log = logging.getLogger("doyen")
 
 
@@ -72,8 +74,9 @@ async def observe(
 ) -> None:
     """Deliver what `read` returns, and again whenever it differs after a change in `scopes`.
 
-    After a change it waits for `settle_s` before it reads, so that changes at the same time cost
-    one read. `due` returns the seconds after which to read again although nothing has changed.
+    After a change it waits until nothing has changed for `settle_s` before it reads, so that many
+    changes at the same time cost one read. It waits `LONGEST_SETTLE` times as long at most. `due`
+    returns the seconds after which to read again although nothing has changed.
     """
     changed = asyncio.Event()
     delivered: list[T] = []
@@ -97,10 +100,19 @@ async def observe(
                 async with asyncio.timeout(due(current)):
                     await changed.wait()
                     if settle_s:
-                        await asyncio.sleep(settle_s)
+                        await _settled(changed, settle_s)
     finally:
         for watch in watches:
             watch.close()
+
+
+async def _settled(changed: asyncio.Event, settle_s: float) -> None:
+    """Wait until nothing has changed for a while."""
+    loop = asyncio.get_running_loop()
+    longest = loop.time() + LONGEST_SETTLE * settle_s
+    while loop.time() < longest and changed.is_set():
+        changed.clear()
+        await asyncio.sleep(settle_s)
 
 
 def leader_of(election: str, record: Entry, kind: Kind = "elections") -> Leader:
