@@ -68,7 +68,7 @@ stage = printf '\n== %s: %s\n' '$(1)' '$(2)'; $(2) || { printf '\nmake: %s faile
 
 $(VENV)/.cli: pyproject.toml | $(BIN)/pip
 	@echo '== installing doyen into $(VENV)'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli,quorum]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cli,quorum,web]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/pip

@@ -40,6 +40,7 @@ COMMANDS = {
     "watch": "show every change of leader of an election",
     "line": "show the leader and the waiting candidates of an election, in order",
     "members": "show the members of a group, and every change",
+    "dash": "serve a live page of a store: elections, members, shards, nodes",
     "resign": "order the leader of an election to resign",
     "transfer": "order the leader of an election to hand over to a candidate",
     "config": "read, write, edit, roll back and watch configurations",

@@ -1,0 +1,234 @@
+// The list of elections: as many rows in the document as fit, whatever the number of elections.
+
+import { CAUSES, FAILED, Tip, describe, drawAxis, drawLane } from './timeline.js';
+import { $, el, hue, name, span, thousands } from './text.js';
+import { isLive, known, now, post, state } from './state.js';
+
+const scroll = $('scroll'), pad = $('pad'), pool = [];
+export const tip = new Tip($('tip'));
+export const view = { minutes: 15, selected: null, order: [], filter: '', sort: 'name', termAt: null };
+const RANGES = [5, 15, 60, 360, 1440];
+const NOTCH = 1 / 6 + .005;   // of the ttl: where a leader stops itself, with the default options
+
+const rowHeight = () => parseFloat(getComputedStyle(document.documentElement).getPropertyValue('--row'));
+const frame = () => { const end = now(); return { from: end - view.minutes * 60, to: end, known: Math.min(end, known()) }; };
+
+// What a row says about its election: led, lost (nobody, and somebody should), free, or unknown.
+export function condition(row) {
+  if (row.leader != null) {
+    const left = leaseLeft(row);
+    return !isLive() && (left == null || left <= 0) ? 'unknown' : 'led';
+  }
+  if (!isLive()) return 'unknown';
+  if (row.kind !== 'elections' && !row.line) return 'free';
+  const last = row.terms.at(-1);
+  return row.line || (last && FAILED.has(last[4])) ? 'lost' : 'free';
+}
+
+// Seconds left of the lease of a row's leader; null if the store does not tell.
+export function leaseLeft(row) {
+  const sight = row.lease && state.topics.leases?.[row.lease];
+  return sight ? sight[0] - (now() - sight[1]) : null;
+}
+export const leaseTtl = row => row.ttl ?? state.topics.leases?.[row.lease]?.[2] ?? null;
+
+export function lastFailover(row) {
+  for (let k = row.terms.length - 1; k >= 0; k--) if (row.terms[k][3] != null) return row.terms[k];
+  return null;
+}
+
+const SORTS = {
+  name: (a, b) => collate(a.name, b.name),
+  leader: (a, b) => collate(a.leader ?? '', b.leader ?? '') || collate(a.name, b.name),
+  token: (a, b) => (b.token ?? 0) - (a.token ?? 0),
+  line: (a, b) => b.line - a.line || collate(a.name, b.name),
+  last: (a, b) => urgency(b) - urgency(a) || collate(a.name, b.name),
+};
+const collator = new Intl.Collator(undefined, { numeric: true });
+const collate = (a, b) => collator.compare(a, b);
+const urgency = row => row.leader == null && row.line ? Infinity : lastFailover(row)?.[3] ?? 0;
+
+export function reorder() {
+  const q = view.filter.toLowerCase();
+  const rows = [...state.rows.values()].filter(row => !q || matches(row, q));
+  rows.sort(SORTS[view.sort]);
+  view.order = rows.map(row => row.key);
+  if (!state.rows.has(view.selected)) view.selected = view.order[0] ?? null;
+}
+const matches = (row, q) => row.name.toLowerCase().includes(q) || (row.leader ?? '').toLowerCase().includes(q)
+  || row.host.toLowerCase().includes(q) || row.next.some(n => n.toLowerCase().includes(q));
+
+const NS = 'http://www.w3.org/2000/svg';
+function lockMark() {
+  const svg = document.createElementNS(NS, 'svg');
+  for (const [k, v] of [['width', 11], ['height', 12], ['viewBox', '0 0 11 12'], ['aria-hidden', 'true']]) svg.setAttribute(k, v);
+  const path = document.createElementNS(NS, 'path');
+  path.setAttribute('d', 'M1.5 6.2a1.2 1.2 0 0 1 1.2-1.2h5.6a1.2 1.2 0 0 1 1.2 1.2v3.6a1.2 1.2 0 0 1-1.2 1.2H2.7a1.2 1.2 0 0 1-1.2-1.2zM3.3 5V3.4a2.2 2.2 0 0 1 4.4 0V5');
+  for (const [k, v] of [['fill', 'none'], ['stroke', 'currentColor'], ['stroke-width', 1.3]]) path.setAttribute(k, v);
+  svg.append(path);
+  return svg;
+}
+
+function makeRow() {
+  const d = el('div', 'row cols');
+  d.setAttribute('role', 'option');
+  const p = d.parts = {
+    dot: el('span', 'dot'), name: el('span', 'name'), lock: lockMark(), text: name('', ''), phone: name('', 'phone muted'),
+    who: el('span', 'who'), sw: el('i', 'sw'), wn: name(''), tok: el('span', 'num mono tok'),
+    lease: el('span', 'lease'), track: el('span', 'track'), fill: el('b'), mark: el('u'), secs: el('span', 'num'),
+    ln: el('span', 'num ln'), last: el('span', 'last clip muted'), lane: el('div', 'lane'),
+  };
+  p.name.append(p.lock, p.text, p.phone);
+  p.who.append(p.sw, p.wn);
+  p.mark.style.left = `${NOTCH * 100}%`;
+  p.track.append(p.fill, p.mark);
+  p.lease.append(p.track, p.secs);
+  d.append(p.dot, p.name, p.who, p.tok, p.lease, p.ln, p.last, p.lane);
+  d.onclick = () => select(d.row.key);
+  pad.append(d);
+  return d;
+}
+
+let laneWidth = 300, posted = '', postTimer = 0;
+export function layout(only) {
+  laneWidth = pool.find(d => d.row)?.parts.lane.clientWidth || laneWidth;   // read before anything is written
+  const h = rowHeight(), first = Math.floor(scroll.scrollTop / h);
+  const need = Math.min(view.order.length, Math.ceil(scroll.clientHeight / h) + 1);
+  const height = `${view.order.length * h}px`;
+  if (pad.style.height !== height) pad.style.height = height;
+  while (pool.length < need) pool.push(makeRow());
+  pool.forEach((d, k) => {
+    const at = first + k, key = view.order[at];
+    const row = k < need ? state.rows.get(key) : null;
+    if (!row) { d.hidden = true; d.row = null; return; }
+    const moved = d.row?.key !== key || d.hidden;
+    d.hidden = false;
+    d.style.transform = `translateY(${at * h}px)`;
+    d.setAttribute('aria-posinset', at + 1);
+    d.setAttribute('aria-setsize', view.order.length);
+    d.row = row;
+    if (moved || !only || only.has(key)) fill(d);
+  });
+  const inAll = state.rows.size, shown = pool.filter(d => d.row).length;
+  $('count').textContent = view.filter ? `${thousands(view.order.length)} of ${thousands(inAll)} match`
+    : inAll > shown ? `${Math.min(shown, Math.floor(scroll.clientHeight / h))} of ${thousands(inAll)}` : thousands(inAll);
+  tellShown();
+}
+
+// Tell the server which rows are shown: it looks at their leases only.
+function tellShown() {
+  const keys = [...new Set([view.selected, ...pool.filter(d => d.row).map(d => d.row.key)])].filter(k => k != null);
+  const text = `${state.page} ${keys.join('\n')}`;
+  if (text === posted || postTimer || !state.connected || !state.page) return;
+  posted = text;
+  post('api/view', { page: state.page, keys }).catch(() => { posted = ''; });
+  postTimer = setTimeout(() => { postTimer = 0; tellShown(); }, 300);
+}
+
+function fill(d) {
+  const row = d.row, p = d.parts, how = condition(row), last = lastFailover(row);
+  d.setAttribute('aria-selected', row.key === view.selected);
+  d.id = row.key === view.selected ? 'selected-row' : '';
+  d.className = `row cols ${how}`;
+  p.dot.className = `dot ${{ led: '', lost: 'bad', free: 'free', unknown: 'unknown' }[how]}`;
+  p.lock.style.display = row.kind === 'elections' ? 'none' : '';
+  p.text.textContent = row.name;
+  p.text.title = row.name.slice(0, 200);
+  const who = how === 'unknown' ? 'unknown' : row.leader ?? (how === 'lost' ? 'nobody' : 'free');
+  p.wn.textContent = who;
+  p.phone.textContent = who;
+  p.sw.style.display = row.leader != null && how === 'led' ? '' : 'none';
+  if (row.leader != null) p.sw.style.background = hue(row.leader);
+  p.tok.textContent = row.token ?? '–';
+  p.ln.textContent = row.line || '–';
+  p.ln.classList.toggle('amber', !row.line && row.kind === 'elections' && how === 'led');
+  p.ln.title = !row.line && how === 'led' && row.kind === 'elections' ? 'nobody waits: if the leader fails, nobody takes over' : row.next.join(', ');
+  const gone = how === 'lost' && last;
+  p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))} ago, ${CAUSES[last[4]]}` : 'none seen';
+  d.setAttribute('aria-label', `${row.name}, ${row.kind.slice(0, -1)}: ${who}, token ${row.token ?? 'none'}, ${row.line} in line`);
+  drawLane(p.lane, row.terms, frame(), laneWidth);
+  lease(d);
+}
+
+function lease(d) {
+  const row = d.row, p = d.parts, left = leaseLeft(row), ttl = leaseTtl(row);
+  p.track.style.visibility = row.leader != null && left != null ? '' : 'hidden';
+  if (row.leader == null || left == null) { p.secs.textContent = row.leader == null ? '–' : ''; return; }
+  const f = Math.max(0, Math.min(1, left / ttl));
+  p.track.classList.toggle('low', f < .4);
+  p.fill.style.transform = `scaleX(${f.toFixed(3)})`;
+  p.secs.textContent = `${Math.max(0, left).toFixed(1)} s`;
+}
+export function leases() { for (const d of pool) if (d.row) { lease(d); if (d.row.leader != null && !isLive() && condition(d.row) === 'unknown' && !d.classList.contains('unknown')) fill(d); } }
+
+export function lanes() {
+  drawAxis($('axis'), frame(), $('axis').clientWidth || laneWidth);
+  if (view.termAt == null) for (const d of pool) if (d.row) fill(d);
+}
+
+let onSelect = () => {};
+export const whenSelected = f => { onSelect = f; };
+export function select(key, reveal) {
+  if (key == null) return;
+  view.selected = key;
+  view.termAt = null;
+  tip.hide();
+  if (reveal) {
+    const h = rowHeight(), at = view.order.indexOf(key) * h;
+    if (at < scroll.scrollTop) scroll.scrollTop = at;
+    else if (at + h > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = at + h - scroll.clientHeight;
+  }
+  layout();
+  scroll.setAttribute('aria-activedescendant', 'selected-row');
+  onSelect();
+}
+export function step(by) {
+  const at = view.order.indexOf(view.selected);
+  select(view.order[Math.max(0, Math.min(view.order.length - 1, at + by))], true);
+}
+export const pageOfRows = () => Math.max(1, Math.floor(scroll.clientHeight / rowHeight()) - 1);
+
+export function setRange(minutes) {
+  if (!minutes) return;
+  view.minutes = minutes;
+  for (const b of $('range').children) b.setAttribute('aria-pressed', +b.dataset.m === minutes);
+  lanes();
+}
+export function widen(by) { setRange(RANGES[Math.max(0, Math.min(RANGES.length - 1, RANGES.indexOf(view.minutes) + by))]); }
+export function setFilter(text) { view.filter = text.trim(); reorder(); scroll.scrollTop = 0; layout(); }
+export function setSort(by) {
+  view.sort = by;
+  for (const b of $('th').querySelectorAll('button')) b.setAttribute('aria-pressed', b.dataset.sort === by);
+  reorder();
+  layout();
+}
+
+// Causes: on hover, on touch, and by the keyboard.
+function explain(node, x, y) {
+  const row = node.closest('.row').row;
+  if (row) tip.show(describe(row.terms, +node.dataset.k, node.dataset.gap, known()), x, y);
+}
+export function stepTerm(by) {
+  const d = pool.find(each => each.row?.key === view.selected);
+  const nodes = d ? [...d.parts.lane.querySelectorAll('.t,.g')] : [];
+  if (!nodes.length) return;
+  view.termAt = view.termAt == null ? (by < 0 ? nodes.length - 1 : 0) : Math.max(0, Math.min(nodes.length - 1, view.termAt + by));
+  for (const node of pad.querySelectorAll('.on')) node.classList.remove('on');
+  const node = nodes[view.termAt], box = node.getBoundingClientRect();
+  node.classList.add('on');
+  explain(node, (box.left + box.right) / 2, box.bottom - 8);
+  $('spoken').textContent = $('tip').textContent;
+}
+export function leaveTerms() {
+  view.termAt = null;
+  tip.hide();
+  for (const node of pad.querySelectorAll('.on')) node.classList.remove('on');
+}
+pad.addEventListener('pointermove', event => {
+  const node = event.target.closest('.t,.g');
+  if (!node) { if (view.termAt == null) tip.hide(); return; }
+  explain(node, event.clientX, node.getBoundingClientRect().bottom - 8);
+});
+pad.addEventListener('pointerleave', () => { if (view.termAt == null) tip.hide(); });
+scroll.addEventListener('scroll', () => { tip.hide(); layout(new Set()); }, { passive: true });
+addEventListener('resize', () => { lanes(); layout(); });

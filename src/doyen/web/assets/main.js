@@ -1,0 +1,140 @@
+// The page of a store: header, summary, keys, and when what is drawn again.
+
+import { CAUSES, FAILED } from './timeline.js';
+import { $, calm, clock, el, many, span, thousands } from './text.js';
+import { follow, health, isLive, known, now, onChange, state } from './state.js';
+import * as list from './list.js';
+import { detail, lease } from './detail.js';
+import { help, isOpen, resign, whyNot } from './dialog.js';
+import { drawPanels, ticking } from './panels.js';
+
+// ---- header, banner, summary ---------------------------------------------------------------
+function headline() {
+  const h = health(), live = isLive(), at = known();
+  $('store').textContent = state.hello?.store ?? '…';
+  $('store').title = state.hello?.store ?? '';
+  const word = !state.connected ? (state.lostAt == null ? 'connecting' : 'page offline') : h.reachable ? 'healthy' : 'unreachable';
+  if ($('health').textContent !== word) $('health').textContent = word;
+  $('health-dot').className = `dot ${live ? '' : state.lostAt == null && !state.connected ? 'unknown' : 'bad'}`;
+  $('asof').textContent = h.as_of == null ? '' : clock(live ? now() : at, 1);
+  document.body.classList.toggle('stale', !live && state.lostAt != null || state.connected && !h.reachable);
+  const banner = $('banner');
+  if (live || (state.lostAt == null && !state.connected)) { banner.hidden = true; }
+  else {
+    const since = state.connected ? h.since : state.lostAt;
+    $('banner-what').textContent = state.connected ? 'Store unreachable' : 'This page has lost its server';
+    $('banner-since').textContent = clock(since);
+    $('banner-for').textContent = span(Math.max(0.001, now() - since));
+    $('banner-why').textContent = (state.connected ? h.error : state.problem) || 'no answer';
+    $('banner-known').textContent = h.as_of == null ? 'nothing yet' : clock(at, 1);
+    if (banner.hidden) banner.hidden = false;
+  }
+  document.title = `${live ? '' : '✕ '}doyen · ${(state.hello?.store ?? '').slice(0, 80)}`;
+}
+
+function summary() {
+  let led = 0, elections = 0, locks = 0, gap = 0, failovers = 0;
+  const events = [], hour = now() - 3600;
+  for (const row of state.rows.values()) {
+    if (row.kind === 'elections') { elections++; if (row.leader != null) led++; } else locks++;
+    if (list.condition(row) === 'lost') gap++;
+    for (let k = row.terms.length - 1; k >= 0; k--) {
+      const term = row.terms[k];
+      if (term[3] != null && term[3] < hour) break;
+      if (term[3] != null) { if (FAILED.has(term[4])) failovers++; events.push([term[3], row, k]); }
+    }
+  }
+  const b = $('s-led');
+  b.textContent = thousands(led);
+  b.append(el('small', '', ` of ${thousands(elections)}${locks ? `, and ${many(locks, 'lock')}` : ''}`));
+  $('s-gap').textContent = thousands(gap);
+  $('st-gap').classList.toggle('bad', gap > 0);
+  $('s-fail').textContent = thousands(failovers);
+  const h = health();
+  $('s-rt').textContent = isLive() && h.p50_ms != null ? `${h.p50_ms.toFixed(1)} · ${h.p99_ms.toFixed(1)}` : '–';
+  $('s-rt').append(el('small', '', isLive() && h.p50_ms != null ? ' ms' : ''));
+  events.sort((x, y) => y[0] - x[0]);
+  const lines = events.slice(0, 2).map(([at, row, k]) => {
+    const term = row.terms[k], next = row.terms[k + 1], line = el('div', 'clip');
+    line.dir = 'auto';
+    line.append(el('span', 'mono', clock(at)), next
+      ? `${row.name}: ${term[0]} → ${next[0]}, ${CAUSES[term[4]]}, ${next[2] - term[3] < .0015 ? 'no gap' : `${span(next[2] - term[3])} without a leader`}`
+      : `${row.name} has no leader: ${CAUSES[term[4]]}`);
+    return line;
+  });
+  const text = lines.map(line => line.textContent).join('\n');
+  if (text !== summary.text) { summary.text = text; $('feed').replaceChildren(...lines); }
+  const none = state.rows.size === 0 && state.connected && health().as_of != null;
+  document.body.classList.toggle('empty', none);
+  if (none) $('example').textContent = `doyen run billing --store ${state.hello?.store ?? ''} -- ./bill`;
+}
+
+// ---- when what is drawn ----------------------------------------------------------------------
+onChange(() => {
+  if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.layout(); list.lanes(); detail(); summary(); }
+  else if (state.changed.size) {
+    if (list.view.sort !== 'name') list.reorder();
+    list.layout(state.changed);
+    if (state.changed.has(list.view.selected)) detail();
+    state.changed.clear();
+    summary();
+  }
+  headline();
+  drawPanels();
+  if (list.view.order.length && !document.body.dataset.painted) {
+    document.body.dataset.painted = '1';
+    performance.mark('doyen-first-rows');
+  }
+});
+let n = 0, was = null;
+function tick() {
+  n++;
+  list.leases();
+  lease();
+  ticking();
+  if (calm.matches || n % 10 === 0) {
+    headline();
+    if (!isOpen()) { list.lanes(); summary(); if (n % 20 === 0 || was !== isLive()) detail(); }
+    was = isLive();
+  }
+}
+let timer = 0;
+function pace() { clearInterval(timer); timer = setInterval(tick, calm.matches ? 1000 : 100); }
+calm.addEventListener('change', pace);
+
+// ---- keys ------------------------------------------------------------------------------------
+const REGIONS = ['list', 'groups', 'shards', 'configs', 'nodes'];
+function go(id) {
+  const section = $(id);
+  if (!section.hidden) { section.scrollIntoView({ behavior: calm.matches ? 'auto' : 'smooth', block: 'center' }); section.querySelector('[tabindex],button,input')?.focus({ preventScroll: true }); }
+}
+addEventListener('keydown', event => {
+  if (isOpen() || event.metaKey || event.ctrlKey || event.altKey) return;
+  if (event.target === $('filter')) {
+    if (event.key === 'Escape') { $('filter').value = ''; list.setFilter(''); $('scroll').focus(); }
+    if (event.key === 'ArrowDown' || event.key === 'Enter') { event.preventDefault(); $('scroll').focus(); list.select(list.view.order[0], true); }
+    return;
+  }
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  const row = state.rows.get(list.view.selected), may = !whyNot() && row?.leader != null;
+  const keys = {
+    ArrowDown: () => list.step(1), j: () => list.step(1), ArrowUp: () => list.step(-1), k: () => list.step(-1),
+    PageDown: () => list.step(list.pageOfRows()), PageUp: () => list.step(-list.pageOfRows()),
+    Home: () => list.step(-Infinity), End: () => list.step(Infinity),
+    ArrowLeft: () => list.stepTerm(-1), ArrowRight: () => list.stepTerm(1),
+    '/': () => $('filter').focus(), '?': help, Escape: list.leaveTerms,
+    '[': () => list.widen(-1), ']': () => list.widen(1),
+    t: () => $('act-transfer')?.click(), r: () => { if (may) resign(row); },
+  };
+  const act = keys[event.key] ?? (/^[1-5]$/.test(event.key) ? () => go(REGIONS[event.key - 1]) : null);
+  if (act) { event.preventDefault(); act(); }
+});
+$('filter').oninput = () => list.setFilter($('filter').value);
+$('range').onclick = event => list.setRange(+event.target.dataset.m);
+$('th').onclick = event => { if (event.target.dataset.sort) list.setSort(event.target.dataset.sort); };
+$('help').onclick = help;
+$('retry').onclick = () => state.retry?.();
+for (const link of document.querySelectorAll('nav a')) link.onclick = event => { event.preventDefault(); go(link.hash.slice(1)); };
+list.whenSelected(detail);
+pace();
+follow();

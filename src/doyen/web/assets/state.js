@@ -1,0 +1,113 @@
+// What the server has told: rows, topics, and whether it and the store answer.
+
+export const state = {
+  rows: new Map(), changed: new Set(), listChanged: true, topics: {}, hello: null,
+  page: null, connected: false, lostAt: null, rowsDue: 0,
+};
+let offset = Date.now() / 1000 - performance.now() / 1000;
+export const now = () => performance.now() / 1000 + offset;   // on the server's wall clock
+
+const listeners = new Set();
+export const onChange = f => listeners.add(f);
+let scheduled = false;
+function changed() {
+  if (scheduled) return;
+  scheduled = true;
+  requestAnimationFrame(() => { scheduled = false; for (const f of listeners) f(); });
+}
+
+export const health = () => state.topics.health ?? { reachable: true, as_of: null };
+// Until when anything is known: now, or when the store was last heard of.
+export function known() {
+  if (!state.connected && state.lostAt != null) return Math.min(state.lostAt, health().as_of ?? state.lostAt);
+  const h = health();
+  return h.reachable ? now() : (h.as_of ?? h.since ?? now());
+}
+export const isLive = () => state.connected && health().reachable;
+
+// The token is in the part of the address that is not sent, and is kept for this tab only.
+function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get('token');
+  if (given) {
+    try { sessionStorage.setItem('doyen-token', given); } catch { /* kept in memory */ }
+    history.replaceState(null, '', location.pathname);
+    return given;
+  }
+  try { return sessionStorage.getItem('doyen-token'); } catch { return null; }
+}
+const token = takeToken();
+const headers = token ? { authorization: `Bearer ${token}` } : {};
+
+export async function get(path, query) {
+  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { headers, cache: 'no-store' });
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.error);
+  return body;
+}
+export async function post(path, body) {
+  const answer = await fetch(path, {
+    method: 'POST', headers: { ...headers, 'content-type': 'application/json' }, body: JSON.stringify(body),
+  });
+  const result = await answer.json();
+  if (!answer.ok) throw new Error(result.error);
+  return result;
+}
+
+const SILENT_MS = 4000;   // the server writes at least once a second
+let fresh = null;
+function take(kind, data) {
+  const message = JSON.parse(data);
+  if (kind === 'hello') { state.hello = message; fresh = new Set(); changed(); return; }
+  const { now: at, page, rows_in_all: all, rows, gone, ...topics } = message;
+  offset = at - performance.now() / 1000;
+  if (page) { state.page = page; state.rowsDue = all; }
+  Object.assign(state.topics, topics);
+  for (const row of rows ?? []) {
+    if (!state.rows.has(row.key)) state.listChanged = true;
+    state.rows.set(row.key, row);
+    state.changed.add(row.key);
+    fresh?.add(row.key);
+  }
+  for (const key of gone ?? []) { state.rows.delete(key); state.listChanged = true; fresh?.add(key); }
+  if (fresh && fresh.size >= state.rowsDue) {   // what an earlier connection had told is out of date
+    for (const key of [...state.rows.keys()]) if (!fresh.has(key)) { state.rows.delete(key); state.listChanged = true; }
+    fresh = null;
+  }
+  if (!state.connected) { state.connected = true; state.lostAt = null; state.listChanged = true; }
+  changed();
+}
+
+async function stream() {
+  const abort = new AbortController();
+  let timer = 0;
+  const alive = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(), SILENT_MS); };
+  alive();
+  try {
+    const answer = await fetch('api/stream', { headers, cache: 'no-store', signal: abort.signal });
+    if (!answer.ok) throw new Error((await answer.json()).error);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = '';
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error('the server has closed the connection');
+      alive();
+      text += value;
+      const parts = text.split('\n\n');
+      text = parts.pop();
+      for (const part of parts) {
+        const kind = /^event: (\w+)/m.exec(part)?.[1], data = /^data: (.*)/m.exec(part)?.[1];
+        if (data) take(kind, data);
+      }
+    }
+  } finally { clearTimeout(timer); }
+}
+
+export async function follow() {
+  for (let pause = 250; ; pause = Math.min(5000, pause * 2)) {
+    try { await stream(); } catch (error) { state.problem = String(error.message ?? error); }
+    if (state.connected) { state.connected = false; pause = 250; }
+    state.lostAt ??= now();
+    changed();
+    await new Promise(done => { state.retry = done; setTimeout(done, pause); });
+  }
+}

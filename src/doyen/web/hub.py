@@ -1,0 +1,364 @@
+"""Observes a store, once for all pages, and writes what it sees to the board.
+
+- All elections and locks are listed from time to time: that is how new ones are found. The pause
+  grows with what a listing costs, so that it takes a small share of the store's time.
+- There is one watch for each election. After a notification that election alone is read.
+- The store does not notify of renewals, so the leases of the elections that a page shows are
+  looked at about once per second, each of them once, however many elections share it.
+- Every call tells whether the store answers. If it does not, the board says since when; what it
+  shows stays, as last known.
+
+A listing that began before an election was read on its own is older, and is ignored for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import unquote
+
+from doyen.election.core import SessionCore
+from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.events import LeaseEnded, Record
+from doyen.events.log_lines import log_line
+from doyen.model import Claim, Entry, Kind, Order, leader_key
+from doyen.stores.port import Watch
+from doyen.web.board import Board
+from doyen.web.terms import ElectionRow, LeaseSight, clipped
+
+__all__ = ["Hub"]
+
+T = TypeVar("T")
+log = logging.getLogger("doyen")
+
+LISTED: tuple[Kind, ...] = ("elections", "locks", "semaphores")
+SURVEY_S = 1.0
+"""The shortest pause between two listings of all elections."""
+SHARE = 30.0
+"""A listing is followed by a pause of at least this many times what it took."""
+PROBE_S = 1.0
+"""How often the store is asked whether it answers, and leases are looked at."""
+SILENT_S = 1.5
+"""After this time without an answer, and a call that failed, the store counts as unreachable."""
+READERS = 16
+"""How many elections are read at a time, or get their watch."""
+FORGET_S = 24 * 3600.0
+"""How long an election without leader and candidates stays on the page."""
+SAMPLES = 300
+"""How many looks at one lease are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class WatchedScope:
+    """One election or lock, or a semaphore with all its slots: what one watch covers."""
+
+    kind: Kind
+    path: str
+    watch: Watch | None = None
+    rows: dict[str, None] = field(default_factory=dict)
+    read_from: float = -1.0
+    """When the newest read that was taken in had begun."""
+    queued: bool = False
+    reading: bool = False
+    again: bool = False
+
+
+class Hub:
+    """Observes one store. Used on the loop of its session."""
+
+    def __init__(self, core: SessionCore, board: Board) -> None:
+        self.core = core
+        self.board = board
+        self._now = core.runtime.clock.now
+        self._scopes: dict[str, WatchedScope] = {}
+        self._queue: asyncio.Queue[WatchedScope] = asyncio.Queue()
+        self._survey_now = asyncio.Event()
+        self._unwatched = asyncio.Event()
+        self._probe_now = asyncio.Event()
+        self._answered_at = board.wall()
+        self._since: float | None = None
+        self._error = ""
+        self._times: deque[float] = deque(maxlen=200)
+        self.samples: dict[str, deque[tuple[float, float]]] = {}
+        """For leases that are shown: when each was looked at, and what was left of it."""
+
+    async def run(self) -> None:
+        """Observe until cancelled."""
+        workers = [self._read_changed() for _ in range(READERS)]
+        async with asyncio.TaskGroup() as tasks:
+            for work in (self._survey(), self._watch_all(), self._probe(), *workers):
+                tasks.create_task(work)
+
+    def close(self) -> None:
+        for scope in self._scopes.values():
+            if scope.watch is not None:
+                scope.watch.close()
+
+    @property
+    def watches(self) -> int:
+        """How many watches it has in the store."""
+        return sum(scope.watch is not None for scope in self._scopes.values())
+
+    # Whether the store answers.
+
+    async def call(self, request: Awaitable[T]) -> T:
+        """Make one store call, and note whether the store answers."""
+        began = self._now()
+        try:
+            result = await self.core.call(request)
+        except (StoreUnavailable, OutcomeUnknown) as error:
+            self._error = str(error)
+            raise
+        self._times.append(self._now() - began)
+        self._answered_at = self.board.wall()
+        if self._since is not None:
+            self._since = None
+            self._survey_now.set()
+            self._tell_health()
+        return result
+
+    def _tell_health(self) -> None:
+        times = sorted(self._times)
+        self.board.set(
+            "health",
+            {
+                "reachable": self._since is None,
+                "as_of": round(self._answered_at, 3),
+                "since": self._since,
+                "error": clipped(self._error) if self._since is not None else "",
+                "p50_ms": round(statistics.median(times) * 1000, 2) if times else None,
+                "p99_ms": round(times[int(len(times) * 0.99)] * 1000, 2) if times else None,
+                "watches": self.watches,
+            },
+        )
+
+    async def _probe(self) -> None:
+        """Once per second: does the store answer, and what is left of the leases that are shown?"""
+        key = leader_key("doyen dash")
+        while True:
+            try:
+                await self.call(self.core.store.get(key))
+                await self._look_at_leases()
+            except StoreError:
+                if self._since is None and self.board.wall() - self._answered_at > SILENT_S:
+                    self._since = self._answered_at
+            self._tell_health()
+            try:
+                async with asyncio.timeout(PROBE_S if self._since is None else PROBE_S / 2):
+                    await self._probe_now.wait()
+                    self._probe_now.clear()
+            except TimeoutError:
+                pass
+
+    def shown_changed(self) -> None:
+        """A page shows other elections: look at their leases at once."""
+        self._probe_now.set()
+
+    async def _look_at_leases(self) -> None:
+        shown: dict[str, str] = {}
+        for key in self.board.shown():
+            row = self.board.rows.get(key)
+            if row is not None and row.record is not None and row.record.lease is not None:
+                shown.setdefault(row.record.lease, row.record.key)
+        looks = [self.call(self.core.store.get(key)) for key in shown.values()]
+        for found in await asyncio.gather(*looks, return_exceptions=True):
+            if isinstance(found, Entry):
+                self._sight(found, sample=True)
+        self.samples = {lease: self.samples[lease] for lease in shown if lease in self.samples}
+        self._tell_leases(shown)
+
+    def _sight(self, entry: Entry, *, sample: bool = False) -> None:
+        """Note what is left of the lease of an entry."""
+        if entry.lease is None or entry.remaining_s is None:
+            return
+        now, before = self.board.wall(), self.board.leases.get(entry.lease)
+        stated = Claim.decode(entry.value).ttl_s
+        ttl_s = stated or max(entry.remaining_s, before.ttl_s if before else 0.0)
+        self.board.leases[entry.lease] = LeaseSight(entry.remaining_s, now, ttl_s)
+        if sample:
+            kept = self.samples.setdefault(entry.lease, deque(maxlen=SAMPLES))
+            kept.append((round(now, 2), round(entry.remaining_s, 2)))
+
+    def _tell_leases(self, shown: dict[str, str]) -> None:
+        sights = {}
+        for lease in shown:
+            sight = self.board.leases.get(lease)
+            if sight is not None:
+                sights[lease] = [round(sight.remaining_s, 2), round(sight.at, 2), sight.ttl_s]
+        self.board.set("leases", sights)
+
+    def on_event(self, record: Record) -> None:
+        """A sink of the session: the store has found that a lease ended."""
+        event = record.event
+        if isinstance(event, LeaseEnded):
+            sight = self.board.leases.get(event.lease)
+            if sight is None:
+                sight = self.board.leases[event.lease] = LeaseSight(0.0, record.wall, 0.0)
+            sight.ended = event.cause
+
+    # All elections.
+
+    async def _survey(self) -> None:
+        while True:
+            self._survey_now.clear()
+            began = self._now()
+            pause_s = SURVEY_S
+            try:
+                for kind in LISTED:
+                    await self._list(kind)
+                self._forget()
+                pause_s = max(SURVEY_S, SHARE * (self._now() - began))
+            except StoreError as error:
+                log.debug("%s", log_line(event="listing_failed", error=error))
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._survey_now.wait()
+            except TimeoutError:
+                pass
+
+    async def _list(self, kind: Kind) -> None:
+        began = self._now()
+        entries = await self.call(self.core.store.list(kind))
+        found: dict[str, list[Entry]] = {
+            path: [] for path, scope in self._scopes.items() if scope.kind == kind
+        }
+        for entry in entries:
+            _, _, rest = entry.key.partition("/")
+            found.setdefault(f"{kind}/{rest.partition('/')[0]}", []).append(entry)
+        for number, (path, its) in enumerate(found.items()):
+            scope = self._scopes.get(path)
+            if scope is None:
+                scope = self._scopes[path] = WatchedScope(kind, path)
+                self._unwatched.set()
+            self._take(scope, its, began)
+            if number % 500 == 499:
+                await asyncio.sleep(0)
+
+    def _forget(self) -> None:
+        """Forget elections that nobody has stood for in a long time, and leases of nobody."""
+        now, board = self.board.wall(), self.board
+        for path, scope in list(self._scopes.items()):
+            rows = [board.rows[key] for key in scope.rows if key in board.rows]
+            if all(row.idle and now - row.changed_at > FORGET_S for row in rows):
+                del self._scopes[path]
+                if scope.watch is not None:
+                    scope.watch.close()
+                for row in rows:
+                    del board.rows[row.key]
+                    board.row_changed(row.key)
+        kept = {row.record.lease for row in board.rows.values() if row.record is not None}
+        for lease in board.leases.keys() - kept:
+            if now - board.leases[lease].at > 60:
+                del board.leases[lease]
+
+    async def _watch_all(self) -> None:
+        """Give every election its watch. A listing afterwards covers what changed before."""
+        while True:
+            await self._unwatched.wait()
+            self._unwatched.clear()
+            waiting = deque(scope for scope in self._scopes.values() if scope.watch is None)
+
+            async def watch(waiting: deque[WatchedScope] = waiting) -> None:
+                while waiting:
+                    scope = waiting.popleft()
+                    notify = self._notifier(scope)
+                    try:
+                        scope.watch = await self.call(self.core.store.watch(scope.path, notify))
+                    except StoreError as error:
+                        log.debug("%s", log_line(event="watch_failed", key=scope.path, error=error))
+                        self._unwatched.set()
+                        await asyncio.sleep(self.core.calls.retry_pause())
+
+            await asyncio.gather(*(watch() for _ in range(READERS)))
+            self._survey_now.set()
+
+    def _notifier(self, scope: WatchedScope) -> Callable[[], None]:
+        def notify() -> None:
+            if not scope.queued:
+                scope.queued = True
+                self._queue.put_nowait(scope)
+
+        return notify
+
+    async def _read_changed(self) -> None:
+        """Read elections that have changed, one after the other."""
+        while True:
+            scope = await self._queue.get()
+            scope.queued = False
+            if scope.reading:
+                scope.again = True
+                continue
+            scope.reading = True
+            try:
+                began = self._now()
+                self._take(scope, await self.call(self.core.store.list(scope.path)), began)
+            except StoreError:
+                scope.again = True
+                await asyncio.sleep(self.core.calls.retry_pause())
+            finally:
+                scope.reading = False
+            if scope.again:
+                scope.again = False
+                self._notifier(scope)()
+
+    def _take(self, scope: WatchedScope, entries: list[Entry], began: float) -> None:
+        """Take in what a scope has, unless something newer is known."""
+        if began < scope.read_from:
+            return
+        first = scope.read_from < 0
+        scope.read_from = began
+        board, now = self.board, self.board.wall()
+        looks = _looks(scope, entries)
+        held = {entry.lease for entry in entries if entry.lease is not None}
+        for name in dict.fromkeys([*looks, *(key.partition("/")[2] for key in scope.rows)]):
+            key = f"{scope.kind}/{name}"
+            record, tickets, order = looks.get(name, (None, [], None))
+            row = board.rows.get(key)
+            new = row is None
+            if row is None:
+                row = board.rows[key] = ElectionRow(scope.kind, name)
+                scope.rows[key] = None
+            current = row.current
+            lease = board.leases.get(current.lease) if current and current.lease else None
+            if row.look(record, tickets, order, now, first=first and new, lease=lease, held=held):
+                board.row_changed(key)
+        for entry in entries:
+            if entry.key.endswith("/leader"):
+                self._sight(entry)
+
+
+def _looks(
+    scope: WatchedScope, entries: list[Entry]
+) -> dict[str, tuple[Entry | None, list[Entry], Order | None]]:
+    """What the entries of a scope say about each name: the record, the tickets, the order."""
+    name = unquote(scope.path.partition("/")[2])
+    records: dict[str, Entry] = {}
+    orders: dict[str, Order] = {}
+    tickets: list[Entry] = []
+    for entry in entries:
+        rest = entry.key[len(scope.path) + 1 :].split("/")
+        if rest[0] == "line" and len(rest) > 1:
+            tickets.append(entry)
+            continue
+        its = name
+        if scope.kind == "semaphores":
+            if rest[0] != "slots" or len(rest) < 3:
+                continue
+            its, rest = f"{name}/{rest[1]}", rest[2:]
+        if rest == ["leader"]:
+            records[its] = entry
+        elif rest == ["leader", "order"] and (order := Order.decode(entry.value)) is not None:
+            orders[its] = order
+    if scope.kind == "semaphores":
+        return {
+            its: (records.get(its), tickets if position == 0 else [], orders.get(its))
+            for position, its in enumerate(sorted({*records, *orders}))
+        }
+    if not entries:
+        return {}
+    return {name: (records.get(name), tickets, orders.get(name))}

@@ -1,0 +1,99 @@
+"""The observation of one store from opening it to the end: a session, its hub and its panels.
+
+A store that does not answer at first is tried again; meanwhile the board says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from doyen.election.options import SessionSettings
+from doyen.errors import OutcomeUnknown, StoreUnavailable
+from doyen.events import Record
+from doyen.lease.clock import SystemClock
+from doyen.lease.runtime import InlineRuntime
+from doyen.session import Session
+from doyen.web.actions import ProcessControls
+from doyen.web.board import Board
+from doyen.web.hub import Hub
+from doyen.web.panels import panels_of
+from doyen.web.terms import clipped
+from doyen.web.trail import AuditTrail
+
+__all__ = ["StoreObservation"]
+
+AGAIN_S = 1.0
+"""The pause before a store that could not be opened is tried again."""
+PROCESSES_S = 0.2
+"""How often the processes of `doyen up` are looked at."""
+
+
+class StoreObservation:
+    """What the server needs to know of a store."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        shown_url: str = "",
+        audit: Sequence[Path] = (),
+        controls: ProcessControls | None = None,
+    ) -> None:
+        self.url = url
+        self.shown_url = shown_url or url
+        self.controls = controls
+        self.session: Session | None = None
+        self.hub: Hub | None = None
+        self._clock = SystemClock()
+        self.board = Board(self._clock.wall)
+        self._audit = audit
+
+    async def run(self) -> None:
+        """Observe until cancelled. Raises `ConfigError` or `StoreUnusable` at once."""
+        began = self._clock.wall()
+        async with asyncio.TaskGroup() as tasks:
+            if self.controls is not None:
+                tasks.create_task(self._watch_processes(self.controls))
+            while True:
+                try:
+                    await self._observe()
+                except (StoreUnavailable, OutcomeUnknown) as error:
+                    self.board.set(
+                        "health",
+                        {
+                            "reachable": False,
+                            "as_of": None,
+                            "since": began,
+                            "error": clipped(str(error)),
+                        },
+                    )
+                await asyncio.sleep(AGAIN_S)
+
+    async def _observe(self) -> None:
+        def sink(record: Record) -> None:
+            if self.hub is not None:
+                self.hub.on_event(record)
+
+        runtime = InlineRuntime(self._clock, secrets.randbits(64))
+        session = Session(SessionSettings(self.url, sinks=(sink,)), runtime)
+        async with session:
+            hub = Hub(session._opened, self.board)
+            self.session, self.hub = session, hub
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(hub.run())
+                    for panel in panels_of(hub):
+                        tasks.create_task(panel.run())
+                    if self._audit:
+                        tasks.create_task(AuditTrail(self._audit, self.board).run())
+            finally:
+                self.session = self.hub = None
+                hub.close()
+
+    async def _watch_processes(self, controls: ProcessControls) -> None:
+        while True:
+            self.board.set("processes", controls.processes())
+            await asyncio.sleep(PROCESSES_S)

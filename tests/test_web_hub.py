@@ -1,0 +1,367 @@
+"""What `doyen dash` observes, in virtual time: terms and their causes, watches, staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doyen import Session
+from doyen.events import Record
+from doyen.model import Entry, Order
+from doyen.stores.port import Store, Watch
+from doyen.testing.faults import Faults
+from doyen.web.board import Board
+from doyen.web.hub import Hub
+from doyen.web.panels import config_detail, panels_of
+from doyen.web.terms import ElectionRow, LeaseSight, SeenTerm
+from doyen.web.trail import AuditTrail
+from support import TTL_S, Place, core_of, until, virtual
+
+
+class Counted:
+    """A store that counts its watches and reads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.watching: list[str] = []
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self.watching.append(scope)
+        return await self._store.watch(scope, notify)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self.reads += 1
+        return await self._store.list(prefix)
+
+
+@asynccontextmanager
+async def observed(
+    place: Place, faults: Faults | None = None, **settings: Any
+) -> AsyncIterator[Hub]:
+    """A hub on a session of its own, which has seen the store once."""
+    hubs: list[Hub] = []
+
+    def sink(record: Record) -> None:
+        for each in hubs:
+            each.on_event(record)
+
+    session = await place.open(faults, sinks=(sink,), **settings)
+    hub = Hub(core_of(session), Board(place.clock.wall))
+    hubs.append(hub)
+    work = [hub.run(), *(panel.run() for panel in panels_of(hub))]
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await until(lambda: "health" in hub.board.topics and "members" in hub.board.topics)
+        yield hub
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        hub.close()
+
+
+@asynccontextmanager
+async def leading(session: Session, election: str, name: str, **options: Any) -> AsyncIterator[Any]:
+    async with session.campaign(election, name=name, **options) as term:
+        yield term
+
+
+def terms(hub: Hub, key: str = "elections/e") -> list[tuple[str, str]]:
+    return [(term.name, term.cause) for term in hub.board.rows[key].terms]
+
+
+@virtual
+async def test_a_new_leader_and_its_resignation_are_seen_at_once(place: Place) -> None:
+    session = await place.open()
+    async with observed(place) as hub:
+        row = None
+        async with leading(session, "e", "a"):
+            await until(lambda: "elections/e" in hub.board.rows)
+            row = hub.board.rows["elections/e"]
+            await until(lambda: hub.watches == 1)
+            assert row.current is not None
+            began = place.clock.wall()
+        await until(lambda: row.record is None, 0.1)
+        assert terms(hub) == [("a", "let go")]
+        assert row.terms[0].until == pytest.approx(began, abs=0.1)
+
+
+@virtual
+async def test_a_frozen_leader_is_an_expired_lease(place: Place) -> None:
+    faults = Faults()
+    session, other = await place.open(faults), await place.open()
+    async with observed(place) as hub:
+        page = hub.board.open_page()
+        waiting: asyncio.Task[None] | None = None
+
+        async def second() -> None:
+            async with leading(other, "e", "b"):
+                await asyncio.sleep(1000)
+
+        with contextlib.suppress(Exception):
+            async with leading(session, "e", "a"):
+                waiting = asyncio.ensure_future(second())
+                await until(lambda: hub.board.rows.get("elections/e") is not None)
+                page.show(["elections/e"])
+                await until(lambda: hub.board.topics.get("leases"))
+                faults.cut()
+                await asyncio.sleep(1000)
+        await until(lambda: len(hub.board.rows["elections/e"].terms) == 2)
+        assert terms(hub) == [("a", "expired"), ("b", "")]
+        assert waiting is not None
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        faults.heal()
+
+
+@virtual
+async def test_orders_are_the_cause_of_what_they_cause(place: Place) -> None:
+    one, two, operator = [await place.open() for _ in range(3)]
+
+    async def stand(session: Session, name: str) -> None:
+        async for campaign in session.campaigns("e", name=name):
+            async with campaign:
+                await asyncio.sleep(1000)
+
+    async with observed(place) as hub:
+        standing = [asyncio.ensure_future(stand(one, "a"))]
+        await until(lambda: place.holder() == "a")
+        standing.append(asyncio.ensure_future(stand(two, "b")))
+        await until(lambda: len(place.line()) == 2 and hub.watches == 1)
+        await operator.transfer("e", to="b")
+        await until(lambda: len(terms(hub)) == 2)
+        await until(lambda: len(place.line()) == 2)
+        await operator.resign("e")
+        await until(lambda: len(terms(hub)) == 3)
+        assert terms(hub) == [("a", "transferred"), ("b", "resigned"), ("a", "")]
+        for task in standing:
+            task.cancel()
+        await asyncio.gather(*standing, return_exceptions=True)
+
+
+@virtual
+async def test_one_watch_for_each_election_however_many_pages(place: Place) -> None:
+    counted: list[Counted] = []
+
+    def wrap(store: Store) -> Any:
+        counted.append(Counted(store))
+        return counted[-1]
+
+    session = await place.open()
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(20):
+            await stack.enter_async_context(leading(session, f"e{number}", "a"))
+        async with observed(place, wrap=wrap) as hub:
+            for _ in range(5):
+                hub.board.open_page().show(hub.board.rows)
+            await asyncio.sleep(30)
+            watching = [scope for scope in counted[0].watching if scope.startswith("elections")]
+            assert sorted(watching) == sorted(f"elections/e{number}" for number in range(20))
+            assert hub.watches == 20
+
+
+@virtual
+async def test_leases_that_are_shown_are_looked_at_once_each(place: Place) -> None:
+    """Elections of one session share its lease."""
+    session = await place.open()
+    async with leading(session, "e", "a"), leading(session, "f", "a"), observed(place) as hub:
+        page = hub.board.open_page()
+        page.show(["elections/e", "elections/f"])
+        hub.shown_changed()
+        await until(lambda: hub.board.topics.get("leases"))
+        ((_, (remaining_s, at, ttl_s)),) = hub.board.topics["leases"].items()
+        assert 0 < remaining_s <= ttl_s <= TTL_S
+        assert at == pytest.approx(place.clock.wall(), abs=1)
+        await asyncio.sleep(TTL_S)
+        ((_, (remaining_s, _, ttl_s)),) = hub.board.topics["leases"].items()
+        assert remaining_s > TTL_S / 3, "it is renewed"
+
+
+@virtual
+async def test_a_store_that_does_not_answer_is_noticed_within_a_ttl(place: Place) -> None:
+    faults = Faults()
+    async with observed(place, faults) as hub:
+        await asyncio.sleep(5)
+        assert hub.board.topics["health"]["reachable"]
+        cut = place.clock.wall()
+        faults.cut()
+        await until(lambda: not hub.board.topics["health"]["reachable"], TTL_S)
+        health = hub.board.topics["health"]
+        assert health["as_of"] == health["since"] <= cut + 0.001
+        assert health["error"]
+        await asyncio.sleep(60)
+        assert hub.board.topics["health"]["since"] == health["since"]
+        faults.heal()
+        await until(lambda: hub.board.topics["health"]["reachable"], TTL_S)
+        assert hub.board.topics["health"]["as_of"] > cut
+
+
+@virtual
+async def test_what_happened_while_the_store_was_away_is_seen_when_it_is_back(place: Place) -> None:
+    faults = Faults()
+    session, other = await place.open(), await place.open()
+    async with observed(place, faults) as hub:
+        async with leading(session, "e", "a"):
+            await until(lambda: hub.watches == 1)
+            faults.cut()
+            await until(lambda: not hub.board.topics["health"]["reachable"])
+        async with leading(other, "e", "b"), leading(other, "f", "b"):
+            faults.heal()
+            await until(lambda: "elections/f" in hub.board.rows)
+            assert [name for name, _ in terms(hub)] == ["a", "b"]
+
+
+@virtual
+async def test_locks_and_slots_of_semaphores_are_rows(place: Place) -> None:
+    session = await place.open()
+    held = session.lock("l", name="a"), session.semaphore("s", 3, name="b")
+    async with held[0], held[1], observed(place) as hub:
+        await until(lambda: len(hub.board.rows) == 2)
+        rows = {key: row.as_dict()["leader"] for key, row in hub.board.rows.items()}
+        assert rows == {"locks/l": "a", "semaphores/s/0": "b"}
+
+
+@virtual
+async def test_names_of_any_kind_are_rows(place: Place) -> None:
+    names = ["a/b", "<script>alert(1)</script>", "تقارير", "100%", "x" * 200]
+    session = await place.open()
+    async with contextlib.AsyncExitStack() as stack:
+        for name in names:
+            await stack.enter_async_context(leading(session, name, "n" * 10_000))
+        async with observed(place) as hub:
+            await until(lambda: len(hub.board.rows) == len(names))
+            assert {row.name for row in hub.board.rows.values()} == set(names)
+            message = hub.board.message(hub.board.open_page())
+            assert message is not None
+            assert len(message) < 20_000, "long names are clipped"
+            assert message.count(b"\n") == 2, "a name cannot end a message"
+
+
+@virtual
+async def test_members_and_their_renewals(place: Place) -> None:
+    session = await place.open()
+    async with observed(place) as hub:
+        async with session.member("workers", name="w1", meta={"zone": "a"}) as member:
+            await asyncio.sleep(5 * TTL_S)
+            (shown,) = hub.board.topics["members"]
+            assert (shown["group"], shown["name"], shown["state"]) == ("workers", "w1", "up")
+            assert len(shown["beats"]) >= 10
+            assert set(shown["beats"]) == {"o"}
+            assert place.clock.wall() - shown["heard"] < TTL_S / 2
+            await member.drain()
+            await until(lambda: hub.board.topics["members"][0]["state"] == "draining", 0.5)
+        await until(lambda: hub.board.topics["members"][0]["gone"], 0.5)
+
+
+@virtual
+async def test_a_configuration_with_its_history_and_what_changed(place: Place) -> None:
+    session = await place.open()
+    config = session.config("billing", author="ops")
+    await config.set({"workers": 4, "name": "x"})
+    await config.set({"workers": 5, "name": "x"})
+    async with observed(place) as hub:
+        await until(lambda: hub.board.topics.get("configs"))
+        (shown,) = hub.board.topics["configs"]
+        assert (shown["name"], shown["version"], shown["author"]) == ("billing", 2, "ops")
+        assert shown["versions"] == 2
+        found = await config_detail(hub, "billing", None)
+        assert found is not None
+        assert [each["version"] for each in found["history"]] == [2, 1]
+        assert found["before"] == 1
+        signs = [(sign, text.strip().rstrip(",")) for sign, text in found["diff"] if sign != " "]
+        assert signs == [("-", '"workers": 4'), ("+", '"workers": 5')]
+        first = await config_detail(hub, "billing", 1)
+        assert first is not None
+        assert first["before"] is None
+        assert await config_detail(hub, "other", None) is None
+    for entry in place.server.list("config"):
+        place.server.delete(entry.key)
+
+
+def record(token: int, name: str = "a") -> Entry:
+    claim = {"name": name, "attempt": f"{name}-{token}", "meta": {}, "rank": 0}
+    return Entry("elections/e/leader", json.dumps(claim).encode(), token, token, f"lease-{name}")
+
+
+@pytest.mark.parametrize(
+    ("lease", "order", "cause"),
+    [
+        (LeaseSight(4.0, 100.0, 5.0), None, "let go"),
+        (LeaseSight(0.2, 100.0, 5.0), None, "expired"),
+        (LeaseSight(4.0, 90.0, 5.0), None, "expired"),
+        (LeaseSight(4.0, 100.0, 5.0, "died"), None, "died"),
+        (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops"), "resigned"),
+        (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops", "b-1"), "transferred"),
+        (LeaseSight(4.0, 100.0, 5.0), Order(6, "ops"), "let go"),
+        (None, None, "ended"),
+    ],
+)
+def test_why_a_term_ended(lease: LeaseSight | None, order: Order | None, cause: str) -> None:
+    row = ElectionRow("elections", "e")
+    row.look(record(7), [], order, 50.0, first=True)
+    assert row.current is not None
+    assert not row.current.exact
+    assert row.look(None, [], None, 100.0, first=False, lease=lease)
+    assert row.terms[0].cause == cause
+    assert row.terms[0].until == 100.0
+
+
+def test_a_record_says_when_its_term_began() -> None:
+    claim = {"name": "a", "attempt": "a-7", "since": 40.0, "ttl_s": 5.0}
+    stated = record(7)._replace(value=json.dumps(claim).encode())
+    for first, since in ((True, 40.0), (False, 50.0)):
+        row = ElectionRow("elections", "e")
+        row.look(stated, [], None, 50.0, first=first)
+        assert row.current is not None
+        assert (row.current.since, row.current.exact) == (since, True)
+        assert row.as_dict()["ttl"] == 5.0
+
+
+def test_an_outdated_answer_does_not_end_a_term() -> None:
+    row = ElectionRow("elections", "e")
+    row.look(record(7), [], None, 1.0, first=False)
+    row.look(None, [], None, 2.0, first=False)
+    row.look(record(7), [], None, 3.0, first=False)
+    (term,) = row.terms
+    assert (term.token, term.since, term.until, term.cause) == (7, 1.0, None, "")
+
+
+def test_an_audit_log_tells_when_and_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stamp = {"boot": "b", "pid": 1, "session": "s", "lease": "l", "election": "e", "name": "a"}
+    lines = [
+        {"event": "elected", "token": 7, "at": 1.0, "wall": 1001.0, **stamp},
+        {"event": "elected", "token": 5, "at": 0.5, "wall": 1000.5, **stamp},
+        {"event": "resigned", "token": 5, "at": 0.7, "wall": 1000.7, **stamp},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    log.write_text(text + '{"event":"elec')
+    board = Board(lambda: 1010.0)
+    row = board.rows["elections/e"] = ElectionRow("elections", "e")
+    row.look(record(7), [], None, 1005.0, first=True)
+    trail = AuditTrail([log, tmp_path / "absent"], board)
+    trail.read()
+    assert [(term.token, term.since, term.until) for term in row.terms] == [
+        (5, 1000.5, 1000.7),
+        (7, 1001.0, None),
+    ]
+    lost = {"event": "lost", "token": 7, "at": 9.0, "wall": 1009.0, "ended_at": 8.0, "reason": "x"}
+    log.write_text(text + json.dumps({**lost, **stamp}) + "\n")
+    trail.read()
+    assert row.current is not None, "the store still has the record"
+    row.look(None, [], None, 1010.0, first=False)
+    trail.read()
+    assert row.terms[-1] == SeenTerm(
+        "a", 7, 1001.0, True, 1008.0, "lost", "a lost it: x.", "lease-a"
+    )

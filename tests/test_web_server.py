@@ -1,0 +1,285 @@
+"""The HTTP server of `doyen dash`: who may read and act, and what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import doyen
+from doyen.cli.dash import _token
+from doyen.errors import ConfigError, OrderFailed
+from doyen.web.observation import StoreObservation
+from doyen.web.server import ASSETS, Access, make_app
+from doyen.web.serving import PageListener, listen, serve
+from support import until
+
+TOKEN = "t" * 32
+HOST = "127.0.0.1:7480"
+
+
+def access(**changes: Any) -> Access:
+    return Access(**{"hosts": frozenset({HOST}), "token": TOKEN, "allow_actions": True, **changes})
+
+
+def client(observation: StoreObservation | None = None, **changes: Any) -> httpx2.AsyncClient:
+    app = make_app(observation or StoreObservation("memory://x"), access(**changes))
+    return httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=app),
+        base_url=f"http://{HOST}",
+    )
+
+
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+async def test_the_page_and_its_assets_are_served_with_a_strict_policy() -> None:
+    async with client() as http:
+        page = await http.get("/")
+        assert page.status_code == 200
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        assert page.headers["x-content-type-options"] == "nosniff"
+        for path in ASSETS.iterdir():
+            asset = await http.get(f"/assets/{path.name}")
+            assert asset.status_code == 200
+            again = await http.get(
+                f"/assets/{path.name}", headers={"if-none-match": asset.headers["etag"]}
+            )
+            assert again.status_code == 304
+        for wrong in ("/assets/../server.py", "/assets/server.py", "/assets/%2e%2e/server.py"):
+            assert (await http.get(wrong)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:7480", "127.0.0.1", "127.0.0.1:7481", "", "127.0.0.1:7480.evil"],
+)
+async def test_another_host_is_refused(host: str) -> None:
+    """A foreign name that resolves to this address (DNS rebinding) is not ours."""
+    async with client() as http:
+        for path in ("/", "/assets/main.js", "/api/stream", "/api/election"):
+            assert (await http.get(path, headers={"host": host})).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:7481"},
+        {"origin": "http://127.0.0.1"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+async def test_another_origin_can_neither_read_nor_act(headers: dict[str, str]) -> None:
+    async with client() as http:
+        for path in ("/api/stream", "/api/election", "/api/config", "/assets/main.js"):
+            assert (await http.get(path, headers={**BEARER, **headers})).status_code == 403
+        acted = await http.post(
+            "/api/act", json={"action": "resign"}, headers={**BEARER, **headers}
+        )
+        assert acted.status_code == 403
+
+
+async def test_our_own_origin_is_accepted() -> None:
+    async with client() as http:
+        headers = {**BEARER, "origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
+        found = await http.get("/api/election", headers=headers)
+        assert found.status_code == 404
+        assert "access-control-allow-origin" not in found.headers
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed", "status"),
+    [
+        ({}, True, 401),
+        ({"authorization": "Bearer wrong"}, True, 401),
+        ({"authorization": ""}, True, 401),
+        (BEARER, False, 403),
+        (BEARER, True, 503),
+    ],
+)
+async def test_actions_need_permission_and_the_token(
+    given: dict[str, str], allowed: bool, status: int
+) -> None:
+    async with client(allow_actions=allowed) as http:
+        asked = {"action": "resign", "name": "e", "token": 1}
+        assert (await http.post("/api/act", json=asked, headers=given)).status_code == status
+
+
+async def test_reading_needs_the_token_where_others_can_reach_the_server() -> None:
+    async with client(reading_needs_token=True) as http:
+        for path in ("/api/stream", "/api/election", "/api/config"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.post("/api/view", json={})).status_code == 401
+        assert (await http.get("/api/election", headers=BEARER)).status_code == 404
+        assert (await http.get("/")).status_code == 200, "the page itself tells nothing"
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"x" * 100_000, b"[" * 60_000])
+async def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    async with client() as http:
+        headers = {**BEARER, "content-type": "application/json"}
+        observation_is_missing = 503
+        answer = await http.post("/api/view", content=body, headers=headers)
+        assert answer.status_code == 400
+        answer = await http.post("/api/act", content=body, headers=headers)
+        assert answer.status_code == observation_is_missing
+        answer = await http.post("/api/view", content=b"{}", headers={**BEARER})
+        assert answer.status_code == 400, "a form cannot send JSON"
+
+
+def test_where_the_server_listens_decides_who_may_read() -> None:
+    for address, needed in (("127.0.0.1:0", False), ("0.0.0.0:0", True)):
+        listener = listen(address, hosts=["dash.example"])
+        with listener.socket:
+            assert listener.access.reading_needs_token == needed
+            assert listener.access.knows(f"localhost:{listener.port}")
+            assert listener.access.knows("dash.example")
+            assert not listener.access.knows("other.example")
+            assert ("#token=" in listener.url) == needed
+    for wrong in ("127.0.0.1", ":80", "127.0.0.1:x", "127.0.0.1:99999", "no.such.host.invalid:1"):
+        with pytest.raises(ConfigError):
+            listen(wrong)
+
+
+def test_an_address_in_use_is_reported() -> None:
+    first = listen("127.0.0.1:0")
+    with first.socket, pytest.raises(ConfigError, match="choose another with --listen"):
+        listen(f"127.0.0.1:{first.port}")
+
+
+def test_a_token_file_is_private_and_long_enough(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    os.chmod(file, 0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        _token(file)
+    os.chmod(file, 0o600)
+    assert _token(file) == TOKEN
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="16 characters"):
+        _token(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _token(tmp_path / "absent")
+
+
+class Machines:
+    """Processes that a page may control."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def processes(self) -> list[dict[str, Any]]:
+        return [{"name": "server1", "state": "leading", "actions": [["kill", "Kill"]]}]
+
+    def act(self, action: str, process: str) -> str:
+        if process != "server1":
+            raise OrderFailed(f"there is no process {process}")
+        self.done.append((action, process))
+        return f"{process} was killed"
+
+
+@asynccontextmanager
+async def served(url: str, **options: Any) -> AsyncIterator[tuple[PageListener, StoreObservation]]:
+    """The real server on a free port, in this loop."""
+    listener, observation = (
+        listen("127.0.0.1:0", allow_actions=True),
+        StoreObservation(url, **options),
+    )
+    ready = asyncio.Event()
+    serving = asyncio.ensure_future(serve(observation, listener, ready.set))
+    try:
+        await ready.wait()
+        yield listener, observation
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+class Reader:
+    """Reads the stream of a page."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.rows: dict[str, Any] = {}
+        self.topics: dict[str, Any] = {}
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(10):
+            while not condition(self):
+                line = await anext(self._lines)
+                if line.startswith("data: "):
+                    message = json.loads(line[6:])
+                    self.rows |= {row["key"]: row for row in message.pop("rows", [])}
+                    self.topics |= message
+
+
+async def test_a_page_over_http_sees_a_term_and_transfers_it(store: str) -> None:
+    async with served(store, controls=Machines()) as (listener, observation):
+        headers = {"authorization": f"Bearer {listener.access.token}"}
+        base = f"http://127.0.0.1:{listener.port}"
+        async with httpx2.AsyncClient(base_url=base, headers=headers) as http:
+            async with http.stream("GET", "/api/stream") as stream, doyen.connect(store) as session:
+                reader = Reader(stream.aiter_lines())
+                await reader.until(lambda seen: seen.topics.get("may_act"))
+
+                async def stand(name: str) -> None:
+                    async for campaign in session.campaigns("e", name=name, meta={"host": "h1"}):
+                        async with campaign:
+                            await asyncio.sleep(60)
+
+                standing = [asyncio.ensure_future(stand("a"))]
+                await until(lambda: "elections/e" in observation.board.rows)
+                standing.append(asyncio.ensure_future(stand("b")))
+                await reader.until(lambda seen: seen.rows.get("elections/e", {}).get("line") == 1)
+                row = reader.rows["elections/e"]
+                page = {"page": reader.topics["page"], "keys": ["elections/e"]}
+                assert (await http.post("/api/view", json=page)).status_code == 200
+                await reader.until(lambda seen: row["lease"] in seen.topics["leases"])
+                found = (await http.get("/api/election", params={"key": "elections/e"})).json()
+                assert found["leader"] == {"name": "a", "meta": {"host": "h1"}}
+                assert [each["name"] for each in found["line"]] == ["b"]
+
+                asked = {"action": "transfer", "kind": "elections", "name": "e", "to": "b"}
+                stale = await http.post("/api/act", json={**asked, "token": row["token"] - 1})
+                assert stale.status_code == 409
+                assert "nothing was done" in stale.json()["error"]
+                done = await http.post("/api/act", json={**asked, "token": row["token"]})
+                assert done.status_code == 200, done.text
+                await reader.until(lambda seen: seen.rows["elections/e"]["leader"] == "b")
+                assert reader.rows["elections/e"]["terms"][0][4] == "transferred"
+
+                killed = await http.post("/api/act", json={"action": "kill", "process": "server1"})
+                assert killed.json() == {"done": "server1 was killed"}
+                wrong = await http.post("/api/act", json={"action": "kill", "process": "x"})
+                assert wrong.status_code == 409
+                for bad in ({"action": "none"}, {}, {"action": "resign"}, {"action": "move"}):
+                    assert (await http.post("/api/act", json=bad)).status_code == 400
+                for task in standing:
+                    task.cancel()
+                await asyncio.gather(*standing, return_exceptions=True)
+            await until(lambda: not observation.board.pages, 5)
+
+
+async def test_a_store_that_cannot_be_opened_is_shown_as_unreachable() -> None:
+    observation = StoreObservation("doyen://127.0.0.1:1")
+    running = asyncio.ensure_future(observation.run())
+    try:
+        await until(lambda: "health" in observation.board.topics, 20)
+        health = observation.board.topics["health"]
+        assert not health["reachable"]
+        assert health["as_of"] is None
+        assert health["error"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
