@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import doyen
 import servers
 import summary
 from fixtures import shared
@@ -63,8 +64,10 @@ LONG = (
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """The URL of a local store."""
-    return f"sqlite://{tmp_path}/doyen.db"
+    """The URL of a local store that exists, so that it can be queried."""
+    url = f"sqlite://{tmp_path}/doyen.db"
+    doyen.connect_blocking(url).open().close()
+    return url
 
 
 def pytest_configure(config: pytest.Config) -> None:

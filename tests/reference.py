@@ -147,6 +147,13 @@ def options() -> str:
     return table("option", "type", "default", "meaning", rows=rows())
 
 
+def session_options() -> str:
+    node = definition("doyen.session", "ConnectOptions")
+    assert isinstance(node, ast.ClassDef)
+    rows = ((f"`{name}`", f"`{kind}`", text) for name, kind, text in explained(node))
+    return table("option", "type", "meaning", rows=rows)
+
+
 def spec() -> str:
     node = definition("doyen.manage.shards.spec", "ShardSpec")
     assert isinstance(node, ast.ClassDef)
@@ -251,6 +258,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "session": lambda: stubs(("doyen.session", "Session")),
     "options": options,
+    "session options": session_options,
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
         ("doyen.model", "Leader"), ("doyen.model", "Candidate"), ("doyen.model", "Line")

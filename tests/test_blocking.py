@@ -158,7 +158,7 @@ def test_nesting_and_entering_twice_are_refused(url: str) -> None:
             pass
         with pytest.raises(AlreadyCampaigning, match="entered once"):
             campaign.__enter__()
-        with pytest.raises(SessionClosed, match="entered once"):
+        with pytest.raises(SessionClosed, match="opened once"):
             session.__enter__()
     with pytest.raises(SessionClosed, match="connect again"):
         session.leader("e")

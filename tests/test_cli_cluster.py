@@ -190,7 +190,8 @@ def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: Capture) -> None:
         assert len(nodes) == 3
         assert [node["node"] for node in nodes if "silent_because" in node] == [silent]
         (kept,) = {*quorum.nodes} - {silent, leader.name}
-        assert main(["cluster", "remove", kept, *store]) == 1
+        # A node waits as long as the command does by default, before it refuses.
+        assert main(["cluster", "remove", kept, "--wait", "60", *store]) == 1
         assert f"without {silent}" in capsys.readouterr().err
         for address in ("nowhere", ":7400", "h:0"):
             assert main(["cluster", "add", "n4", address, *store]) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 import sys
@@ -14,26 +13,18 @@ from typing import Any
 import pytest
 
 import doyen
-from candidates import Capture, following
+from candidates import Capture, complaints, following
 from doyen.cli import main
 
-names = itertools.count()
-
 
 @pytest.fixture
-def memory() -> str:
-    """A store in this process."""
-    return f"memory://cli-config-{next(names)}"
-
-
-@pytest.fixture
-def config(memory: str, capsys: Capture) -> Callable[..., tuple[int, str, str]]:
+def config(store: str, capsys: Capture) -> Callable[..., tuple[int, str, str]]:
     """Runs the command: exit code, output and errors."""
 
     def call(action: str, *options: str) -> tuple[int, str, str]:
-        code = main(["config", action, "billing", "--store", memory, *options])
+        code = main(["config", action, "billing", "--store", store, *options])
         out, err = capsys.readouterr()
-        return code, out, err
+        return code, out, complaints(err)
 
     return call
 
@@ -115,10 +106,10 @@ def test_versions_are_listed_compared_and_rolled_back_to(config: Call) -> None:
     assert "is at version 3, which " in err
 
 
-def test_a_write_waits_for_the_subscribers(config: Call, memory: str) -> None:
+def test_a_write_waits_for_the_subscribers(config: Call, store: str) -> None:
     assert config("set", "1", "--wait-applied", "all")[0] == 0
     with (
-        doyen.connect_blocking(memory) as session,
+        doyen.connect_blocking(store) as session,
         session.config("billing").subscribe("server1") as documents,
     ):
         code, _, err = config("set", "2", "--wait-applied", "majority", "--wait", "0.01")
@@ -180,7 +171,7 @@ def test_edit_without_a_change_writes_nothing(config: Call, editor: Editor, tmp_
     assert not [*tmp_path.glob("doyen-config-*")]
 
 
-def interfering(memory: str, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def interfering(store: str, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     """Another writer is faster once, while the editor is open."""
     from doyen.cli import config as command
 
@@ -189,18 +180,18 @@ def interfering(memory: str, monkeypatch: pytest.MonkeyPatch, value: Any) -> Non
     def faster(path: Path) -> None:
         opened(path)
         if left:
-            with doyen.connect_blocking(memory) as session:
+            with doyen.connect_blocking(store) as session:
                 session.config("billing", author="bob").set(left.pop())
 
     monkeypatch.setattr(command, "_open_editor", faster)
 
 
 def test_edit_reopens_with_both_if_another_was_faster(
-    config: Call, memory: str, editor: Editor, monkeypatch: pytest.MonkeyPatch
+    config: Call, store: str, editor: Editor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config("set", '{"workers": 4}')
     rounds = editor("text = '{\"workers\": 16}' if n else '{\"workers\": 8}'")
-    interfering(memory, monkeypatch, {"workers": 5})
+    interfering(store, monkeypatch, {"workers": 5})
     code, out, err = config("edit")
     assert (code, out) == (0, "billing is at version 3\n")
     assert "is at version 2, which 'bob' wrote" in err
@@ -212,11 +203,11 @@ def test_edit_reopens_with_both_if_another_was_faster(
 
 
 def test_edit_may_settle_for_what_the_other_wrote(
-    config: Call, memory: str, editor: Editor, monkeypatch: pytest.MonkeyPatch
+    config: Call, store: str, editor: Editor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config("set", "4")
     editor("text = '5' if n else '8'")
-    interfering(memory, monkeypatch, 5)
+    interfering(store, monkeypatch, 5)
     assert config("edit")[:2] == (0, "billing is at version 2\n")
 
 
@@ -232,7 +223,7 @@ def test_edit_may_settle_for_what_the_other_wrote(
 )
 def test_the_text_is_kept_if_it_cannot_be_written(
     config: Call,
-    memory: str,
+    store: str,
     editor: Editor,
     monkeypatch: pytest.MonkeyPatch,
     body: str,
@@ -242,7 +233,7 @@ def test_the_text_is_kept_if_it_cannot_be_written(
 ) -> None:
     config("set", "4")
     editor(body)
-    interfering(memory, monkeypatch, 5)
+    interfering(store, monkeypatch, 5)
     found, out, err = config("edit")
     assert (found, out) == (code, "")
     assert error in err

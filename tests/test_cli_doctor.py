@@ -16,7 +16,6 @@ from candidates import Capture
 from doyen import doctor
 from doyen.cli import doctor as command
 from doyen.cli import main
-from doyen.cli._output import without_password
 from doyen.doctor import (
     Examination,
     Latency,
@@ -31,6 +30,7 @@ from doyen.errors import ConfigError, StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Candidate, Finding, Leader, Lease, Line, Order, order_key
+from doyen.stores.choice import without_password
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Capabilities, Context, Store
 from doyen.testing import run_virtual

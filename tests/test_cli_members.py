@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -16,22 +15,15 @@ from candidates import Capture, eventually, following
 from doyen.cli import main
 from doyen.model import Member
 
-
-@pytest.fixture
-def memory(tmp_path: Path) -> str:
-    """The URL of a store of this process: no other process takes part in these tests."""
-    return f"memory://{tmp_path.name}"
-
-
 META = {"address": "10.0.0.1:80", "zone": "eu-1"}
 
 
-def test_members_as_text_json_and_targets(memory: str, capsys: Capture) -> None:
-    command = ["members", "workers", "--store", memory]
+def test_members_as_text_json_and_targets(store: str, capsys: Capture) -> None:
+    command = ["members", "workers", "--store", store]
     assert main(command) == 1
     assert capsys.readouterr().out == "workers has no members\n"
     with (
-        doyen.connect_blocking(memory) as session,
+        doyen.connect_blocking(store) as session,
         session.member("workers", name="w1", meta=META) as first,
         session.member("workers", name="w2") as second,
     ):
@@ -70,10 +62,10 @@ def test_every_change_is_printed(store: str) -> None:
             assert watching.interrupt() == 0
 
 
-def test_a_blocking_member_is_published_and_refused_under_a_name_that_is_taken(memory: str) -> None:
+def test_a_blocking_member_is_published_and_refused_under_a_name_that_is_taken(store: str) -> None:
     with (
-        doyen.connect_blocking(memory, ttl_s=3.0) as session,
-        doyen.connect_blocking(memory, ttl_s=3.0) as other,
+        doyen.connect_blocking(store, ttl_s=3.0) as session,
+        doyen.connect_blocking(store, ttl_s=3.0) as other,
         pytest.raises(doyen.LeadershipLost, match="has failed: broken"),
         session.member("workers", name="w1", health=lambda: True) as member,
         session.campaign("workers", member=member) as term,
@@ -100,7 +92,7 @@ def _names(published: doyen.Published | None) -> tuple[str, ...]:
     return () if published is None else tuple(each.name for each in published.members)
 
 
-def test_a_health_check_runs_where_it_must(memory: str) -> None:
+def test_a_health_check_runs_where_it_must(store: str) -> None:
     """A function on a thread of its own, a coroutine function on the caller's loop."""
     threads: list[str] = []
 
@@ -109,7 +101,7 @@ def test_a_health_check_runs_where_it_must(memory: str) -> None:
 
     async def whole() -> list[Member]:
         async with (
-            doyen.connect(memory) as session,
+            doyen.connect(store) as session,
             session.member("workers", name="a", health=lambda: threads.append(_thread())),
             session.member("workers", name="b", health=check),
         ):
@@ -118,7 +110,7 @@ def test_a_health_check_runs_where_it_must(memory: str) -> None:
     assert [member.state for member in asyncio.run(whole())] == ["up", "up"]
     assert threads == ["doyen-aside", threading.current_thread().name]
     with (
-        doyen.connect_blocking(memory) as session,
+        doyen.connect_blocking(store) as session,
         pytest.raises(doyen.ConfigError, match="an ordinary function"),
     ):
         session.member("workers", health=check)

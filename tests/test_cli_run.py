@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from candidates import complaints
 from doyen.audit import verify
 from doyen.cli.run import _as_text, _sentence
 from doyen.events import Overrun, Record
@@ -124,7 +125,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=30)
-    return process.returncode, out, err
+    return process.returncode, out, complaints(err)
 
 
 def test_it_runs_the_command_as_leader(bench: Bench) -> None:
@@ -230,6 +231,7 @@ def test_asked_to_end_while_waiting(bench: Bench, signum: signal.Signals) -> Non
     until(lambda: stay.begun, "the first leads")
     waiting = bench.lead(["touch", str(bench.directory / "ran")], "--verbose")
     assert waiting.stderr is not None
+    assert "doyen: store " in waiting.stderr.readline()
     assert "waiting to lead" in waiting.stderr.readline()
     waiting.send_signal(signum)
     assert ends(waiting)[0] == 128 + signum
@@ -319,6 +321,7 @@ def test_a_command_that_ends_on_sigterm_is_followed_at_once_after_doyen_is_kille
     until(lambda: first.begun, "the first leads")
     waiting = bench.start("--ttl", "3600", "--verbose", "--", *second.command)
     assert waiting.stderr is not None
+    assert "doyen: store " in waiting.stderr.readline()
     assert "waiting to lead" in waiting.stderr.readline()
     leader.kill()
     until(lambda: second.begun, "the second leads")

@@ -18,6 +18,7 @@ from support import until_blocking
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     url = f"sqlite://{tmp_path}/doyen.db"
+    doyen.connect_blocking(url).open().close()
     monkeypatch.setenv("DOYEN_STORE", url)
     return url
 

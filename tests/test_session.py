@@ -587,7 +587,7 @@ async def test_a_session_is_used_inside_its_scope_only(place: Place) -> None:
         session.campaign("e")
     async with session:
         campaign = session.campaign("e")
-        with pytest.raises(SessionClosed, match="entered once"):
+        with pytest.raises(SessionClosed, match="opened once"):
             await session.__aenter__()
     with pytest.raises(SessionClosed, match="connect again"):
         await session.leader("e")

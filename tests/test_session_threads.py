@@ -102,7 +102,8 @@ def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
     with doyen.connect_blocking("memory://logged") as session, session.campaign("e"):
         pass
     kinds = [line.getMessage().split()[0] for line in caplog.records]
-    assert kinds == ["event=lease_granted", "event=elected", "event=resigned"]
+    events = ["store_opened", "lease_granted", "elected", "resigned"]
+    assert kinds == [f"event={event}" for event in events]
     assert {line.threadName for line in caplog.records} == {"doyen"}
     assert not [t for t in threading.enumerate() if t.name.startswith("doyen")]
 

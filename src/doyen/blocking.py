@@ -12,7 +12,9 @@ import functools
 import inspect
 import os
 import queue
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
@@ -21,7 +23,6 @@ from doyen.election.options import CampaignOptions, CampaignSettings, SessionSet
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
-from doyen.events import Sink
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
@@ -49,11 +50,13 @@ from doyen.manage.shards.scopes import BlockingOwning, BlockingShardSet, OwnerOp
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
 from doyen.session import (
     OBSERVED,
+    ConnectOptions,
     Observing,
     candidacy_of,
     connect,
     enter_term,
     exit_term,
+    settings_of,
     settle_loss,
     track,
 )
@@ -77,10 +80,18 @@ class BlockingSession:
     def __init__(self, settings: SessionSettings) -> None:
         self._settings = settings
         self._core: SessionCore | None = None
+        self._closing: Future[None] | None = None
+        self._lock = threading.Lock()
 
-    def __enter__(self) -> BlockingSession:
+    def open(self) -> BlockingSession:
+        """Open the session and return it. For code without a scope; pair it with `close`.
+
+        session = doyen.connect_blocking("sqlite:///var/lib/app/doyen.db").open()
+        ...
+        session.close()
+        """
         if self._core is not None:
-            raise SessionClosed("a session is entered once; connect again")
+            raise SessionClosed("a session is opened once; connect again")
         self._runtime = ThreadRuntime.acquire()
         try:
             self._core = self._runtime.obtain_blocking(
@@ -92,19 +103,30 @@ class BlockingSession:
         track(self._core)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        core = self._opened
-        if self._runtime.pid != os.getpid():
+    def close(self) -> None:
+        """End every term and lease of the session. Does nothing if it is closed, or not open."""
+        core = self._core
+        if core is None or self._runtime.pid != os.getpid():
             return
+        with self._lock:
+            first = self._closing is None
+            closing = self._closing = self._closing or self._runtime.submit(core.close())
         try:
-            self._runtime.finish_blocking(core.close())
+            closing.result()
         finally:
-            self._runtime.release()
+            if first:
+                self._runtime.release()
+
+    def __enter__(self) -> BlockingSession:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def _opened(self) -> SessionCore:
         if self._core is None:
-            raise SessionClosed("the session is not open: enter it with `with`")
+            raise SessionClosed("the session is not open: enter it with `with`, or open it")
         return self._core
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
@@ -461,24 +483,16 @@ class RepeatedBlockingCampaign(BlockingCampaign):
         return self._leave(error, again=True)
 
 
-def connect_blocking(
-    url: str,
-    *,
-    ttl_s: float | None = None,
-    stop_budget_s: float | None = None,
-    drift: float | None = None,
-    audit: str | os.PathLike[str] | None = None,
-    on_event: Sink | None = None,
-) -> BlockingSession:
-    """A session on the store that `url` names, for code without asyncio. Options as for `connect`.
+def connect_blocking(url: str | None = None, **options: Unpack[ConnectOptions]) -> BlockingSession:
+    """A session on the store that `url` names, for code without asyncio. Everything is as for
+    `connect`.
 
-    with doyen.connect_blocking("sqlite:///var/lib/app/doyen.db") as session:
-        with session.campaign("billing", name="server1") as term:
-            while term.valid:
-                work(term.token)
+        with doyen.connect_blocking("sqlite:///var/lib/app/doyen.db") as session:
+            with session.campaign("billing", name="server1") as term:
+                while term.valid:
+                    work(term.token)
     """
-    sinks = () if on_event is None else (on_event,)
-    return BlockingSession(SessionSettings(url, ttl_s, stop_budget_s, drift, audit, sinks))
+    return BlockingSession(settings_of(url, options))
 
 
 def while_leader(

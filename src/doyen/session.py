@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
 from doyen.election.candidate import Candidacy, Claiming, entered_terms
@@ -51,7 +51,8 @@ from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
 from doyen.manage.shards.scopes import OwnerOptions, Owning, ShardSet
 from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Published
-from doyen.stores.port import Store
+from doyen.stores.choice import choose_store
+from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
 from doyen.term import forked as term_forked
 
@@ -125,10 +126,17 @@ class Session:
         self._given_runtime = runtime
         self._given_store = store
         self._core: SessionCore | None = None
+        self._closing: asyncio.Future[None] | None = None
 
-    async def __aenter__(self) -> Session:
+    async def open(self) -> Session:
+        """Open the session and return it. For code without a scope; pair it with `close`.
+
+        session = await doyen.connect("sqlite:///var/lib/app/doyen.db").open()
+        ...
+        await session.close()
+        """
         if self._core is not None:
-            raise SessionClosed("a session is entered once; connect again")
+            raise SessionClosed("a session is opened once; connect again")
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
             self._core = await runtime.obtain(
@@ -140,22 +148,32 @@ class Session:
         track(self._core)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        core = self._opened
-        if core.runtime.pid != os.getpid():
+    async def close(self) -> None:
+        """End every term and lease of the session. Does nothing if it is closed, or not open."""
+        core = self._core
+        if core is None or core.runtime.pid != os.getpid():
             return
-        closing = asyncio.ensure_future(core.runtime.finish(core.close()))
+        if self._closing is not None:
+            await shared(self._closing)
+            return
+        self._closing = asyncio.ensure_future(core.runtime.finish(core.close()))
         try:
-            await shared(closing)
+            await shared(self._closing)
         finally:
             # doyen's thread must not stop before the lease is revoked, which takes little time.
-            await outlast(closing)
+            await outlast(self._closing)
             core.runtime.release()
+
+    async def __aenter__(self) -> Session:
+        return await self.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def _opened(self) -> SessionCore:
         if self._core is None:
-            raise SessionClosed("the session is not open: enter it with `async with`")
+            raise SessionClosed("the session is not open: enter it with `async with`, or open it")
         return self._core
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> Campaign:
@@ -638,25 +656,55 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     raise term.loss()
 
 
-def connect(
-    url: str,
-    *,
-    ttl_s: float | None = None,
-    stop_budget_s: float | None = None,
-    drift: float | None = None,
-    audit: str | os.PathLike[str] | None = None,
-    on_event: Sink | None = None,
-) -> Session:
+class ConnectOptions(TypedDict, total=False):
+    """The options of a session."""
+
+    ttl_s: float | None
+    """How long the store waits for a silent leader. Default: 5 s, or more if the store needs it."""
+    stop_budget_s: float | None
+    """How long a body has to end after a loss, before another may be elected. Default: ttl / 6."""
+    drift: float | None
+    """By which fraction clocks may differ in speed. Default: 0.5 %."""
+    renew_every_s: float | None
+    """The time between renewals. Default: ttl / 3."""
+    request_timeout_s: float | None
+    """When a call to the store without a response is given up. Default: ttl / 6, and no more."""
+    wait_s: float
+    """How long to wait for a store that cannot be reached at first. Default 0: one try."""
+    create: bool
+    """Whether to create the store if it does not exist. False is for programs that only look."""
+    audit: str | os.PathLike[str] | None
+    """A file for the audit log."""
+    on_event: Sink | None
+    """Called with every `events.Record`, in order, on a thread of its own."""
+
+
+def settings_of(url: str | None, options: ConnectOptions) -> SessionSettings:
+    """The settings of a session on the store that `url` names; without one, on the store that the
+    environment names."""
+    chosen = choose_store(url, create=options.get("create", True))
+    known = ConnectOptions.__optional_keys__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"connect has no option {name!r}{did_you_mean(name, known)}")
+    settings: dict[str, Any] = {**options}
+    sink = settings.pop("on_event", None)
+    return SessionSettings(
+        chosen.url, origin=chosen.origin, sinks=() if sink is None else (sink,), **settings
+    )
+
+
+def connect(url: str | None = None, **options: Unpack[ConnectOptions]) -> Session:
     """A session on the store that `url` names, for asyncio.
 
         async with doyen.connect("sqlite:///var/lib/app/doyen.db", ttl_s=5) as session:
             async with session.campaign("billing") as term:
                 ...
 
-    `ttl_s`: how long the store waits for a silent leader. `stop_budget_s`: how long a body has to
-    end after a loss (default ttl / 6). `drift`: by how much clocks may differ in speed (default
-    0.5 %). `audit`: a file for the audit log. `on_event`: called with every `events.Record`,
-    in order, on a thread of its own.
+    Without a URL, `DOYEN_STORE` names the store, or DATABASE_URL, ETCDCTL_ENDPOINTS or ZK_HOSTS if
+    exactly one of them is set. Otherwise the store is a file that only this machine has, which is
+    logged as a warning and refused if `DOYEN_REQUIRE_STORE=1`. Options: `ttl_s`, `stop_budget_s`,
+    `drift`, `renew_every_s`, `request_timeout_s`, `wait_s`, `create`, `audit`, `on_event`; each is
+    explained at `doyen.session.ConnectOptions`.
     """
-    sinks = () if on_event is None else (on_event,)
-    return Session(SessionSettings(url, ttl_s, stop_budget_s, drift, audit, sinks))
+    return Session(settings_of(url, options))

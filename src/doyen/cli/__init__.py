@@ -70,9 +70,13 @@ exit codes:
   `doyen run` otherwise returns the exit code of its command.
 
 environment:
-  DOYEN_STORE    the URL of the store, used without --store
-  DOYEN_NODE_…   settings of a node: see doyen help serve
-  DOYEN_DEBUG=1  show the traceback of an error
+  DOYEN_STORE            the URL of the store, used without --store;
+                         env:NAME takes it from another variable
+  DATABASE_URL, ETCDCTL_ENDPOINTS, ZK_HOSTS
+                         name the store without DOYEN_STORE, if one is set
+  DOYEN_REQUIRE_STORE=1  refuse the default, a file only on this machine
+  DOYEN_NODE_…           settings of a node: see doyen help serve
+  DOYEN_DEBUG=1          show the traceback of an error
 
 examples:
   # in several terminals: one process runs the worker, the others wait

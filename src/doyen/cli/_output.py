@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -18,12 +19,11 @@ import unicodedata
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote
 
 from doyen.errors import ConfigError
 from doyen.model import Kind
+from doyen.stores.choice import StoreChoice, choose_store
 from doyen.stores.port import split_url
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def add_store_option(parser: argparse.ArgumentParser) -> None:
         parser,
         "--store URL",
         "the store, such as sqlite:///var/lib/app/doyen.db"
-        " (default: $DOYEN_STORE, else a file in the home directory)",
+        " (default: $DOYEN_STORE, else a file that only this machine has)",
     )
 
 
@@ -272,46 +272,34 @@ def kind_of(args: argparse.Namespace) -> Kind:
     return "locks" if args.lock else "elections"
 
 
-def store_url(args: argparse.Namespace) -> str:
-    """The URL of the store: from the command line, the environment, or the default.
+def store_url(args: argparse.Namespace, *, create: bool = True) -> str:
+    """The URL of the store: from the command line, the environment, or the default. The first call
+    states on standard error which one it is.
 
-    An empty option is refused, because it is probably an unset shell variable; with the default
-    store, several processes could lead at once. The directory of the default store is private to
-    this user.
+    Commands that only look pass `create=False`, here and to `connect`, so that they create nothing.
     """
+    if getattr(args, "chosen_store", None) is None:
+        chosen = args.chosen_store = choose_for(args, create=create)
+        print_note(str(chosen))
+    url: str = args.chosen_store.url
+    return url
+
+
+def choose_for(args: argparse.Namespace, *, create: bool = True) -> StoreChoice:
+    """The store for a command. A store within one process is refused: its data would be gone when
+    the command ends, and every `doyen run` would lead."""
     if args.store == "":
         raise ConfigError("--store is empty: give the URL of a store, or leave the option out")
-    named = args.store or os.environ.get("DOYEN_STORE")
-    if named:
-        return str(named)
-    path = _state_home() / "doyen" / "doyen.db"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+    chosen = choose_store(args.store, "--store", create=create)
+    if split_url(chosen.url).scheme == "memory":
         raise ConfigError(
-            f"the directory of the default store, {path.parent}, cannot be created:"
-            f" {error.strerror}; choose another store with --store"
-        ) from error
-    return f"sqlite://{quote(str(path))}"
+            "a memory: store exists within one process only, so no command can share it with"
+            " another process: use a store that all processes can reach, such as sqlite:doyen.db"
+        )
+    return chosen
 
 
-def _state_home() -> Path:
-    named = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if named.is_absolute():
-        return named
-    try:
-        return Path.home() / ".local" / "state"
-    except RuntimeError as error:
-        raise ConfigError("this user has no home directory; choose a store with --store") from error
-
-
-def without_password(url: str) -> str:
-    """The URL of a store without its password, for output.
-
-    >>> without_password("postgresql://app:secret@db:5432/x")
-    'postgresql://app:…@db:5432/x'
-    """
-    parts = split_url(url)
-    user, at, host = parts.netloc.rpartition("@")
-    name, colon, _ = user.partition(":")
-    return parts._replace(netloc=f"{name}:…@{host}").geturl() if at and colon else url
+def print_note(text: str) -> None:
+    """Print a line for people on standard error. It is no failure if nobody reads it."""
+    with contextlib.suppress(OSError):
+        print(f"doyen: {text}", file=sys.stderr, flush=True)

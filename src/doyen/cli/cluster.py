@@ -23,6 +23,7 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
+from doyen.stores.choice import without_password
 from doyen.stores.port import StoreURL
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ async def _quorum(args: argparse.Namespace) -> AsyncIterator[QuorumStore]:
     url = StoreURL.parse(store_url(args))
     if url.parts.scheme != "doyen":
         raise ConfigError(
-            f"{url.text} is not the URL of a quorum; use --store doyen://h1:7400,h2:7400,h3:7400"
+            f"{without_password(url.text)} is not the URL of a quorum; use --store doyen://h1:7400,h2:7400,h3:7400"
         )
     from doyen.stores.quorum import make_store
 

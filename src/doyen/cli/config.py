@@ -113,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "watch":
         return follow(_watch(args))
     value = _parsed(args.value) if args.action == "set" else None
-    with connect_blocking(store_url(args)) as session:
+    creates = args.action in ("set", "edit")
+    url = store_url(args, create=creates)
+    with connect_blocking(url, create=creates) as session:
         author = getattr(args, "author", None) or _author()
         config: BlockingConfig[Any] = session.config(args.name, author=author)
         if args.action == "set":
@@ -260,7 +262,7 @@ def _sorted(value: Any) -> str:
 
 async def _watch(args: argparse.Namespace) -> None:
     since = getattr(args, "from")
-    async with connect(store_url(args)) as session:
+    async with connect(store_url(args, create=False), create=False) as session:
         async for change in session.config(args.name).observe(since):
             at = datetime.now().astimezone()
             if args.json:

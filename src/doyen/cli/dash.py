@@ -13,9 +13,9 @@ from doyen.cli._output import (
     follow,
     print_json,
     store_url,
-    without_password,
 )
 from doyen.errors import ConfigError
+from doyen.stores.choice import without_password
 
 ADDRESS = "127.0.0.1:7480"
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from doyen.web.serving import listen, require_web
 
     require_web()
-    url = store_url(args)
+    url = store_url(args, create=False)
     token = _token(Path(args.token_file)) if args.token_file else ""
     listener = listen(args.listen, hosts=args.host, allow_actions=args.allow_actions, token=token)
     shown = without_password(url)

@@ -14,11 +14,11 @@ from doyen.cli._output import (
     Exit,
     Table,
     add_lease_options,
+    add_option,
     add_store_option,
     console,
     print_json,
     store_url,
-    without_password,
 )
 from doyen.doctor import Examination, duration, examine
 from doyen.election.options import SessionSettings
@@ -26,6 +26,7 @@ from doyen.errors import StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Level
+from doyen.stores.choice import without_password
 from doyen.stores.port import Context, open_store
 
 OPEN_WITHIN_S = 10.0
@@ -38,7 +39,8 @@ failover times of a crashed and of a silent leader. It warns of known problems: 
 short for this store, versions with known defects, storage that may lose confirmed writes. With
 ELECTION it also checks that election.
 
-Run it where the candidates run, because latencies and clocks are those of this machine.
+Run it where the candidates run, because latencies and clocks are those of this machine. A store
+that does not exist is an error, unless --create is given.
 
 exit codes:
   0    no problem was found; there may be warnings
@@ -68,11 +70,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_store_option(parser)
     add_lease_options(parser, "work")
+    add_option(parser, "--create", "create the store if it does not exist")
 
 
 def run(args: argparse.Namespace) -> int:
-    url = store_url(args)
-    settings = SessionSettings(url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget)
+    url = store_url(args, create=args.create)
+    settings = SessionSettings(
+        url=url, ttl_s=args.ttl, stop_budget_s=args.stop_budget, create=args.create
+    )
     found = asyncio.run(_examine(settings, args.election))
     if args.json:
         print_json(_as_dict(found, url, args.election))
@@ -85,7 +90,8 @@ async def _examine(settings: SessionSettings, election: str | None) -> Examinati
     clock = SystemClock()
     try:
         async with asyncio.timeout(OPEN_WITHIN_S):
-            store = await open_store(settings.url, Context(clock, lambda event: None))
+            context = Context(clock, lambda event: None, settings.create)
+            store = await open_store(settings.url, context)
     except TimeoutError as error:
         raise StoreUnavailable(
             f"the store at {without_password(settings.url)} did not answer within"

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with connect_blocking(store_url(args)) as session:
+    with connect_blocking(store_url(args, create=False), create=False) as session:
         leader = session.leader(args.election, kind=kind_of(args))
     if args.json:
         print_json(as_dict(args.election, leader, kind_of(args)))

@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = store_url(args)
+    url = store_url(args, create=False)
     if args.watch:
         return follow(_watch(url, args.election, kind_of(args), args.json))
     line = asyncio.run(_once(url, args.election, kind_of(args)))
@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
 
 async def _once(url: str, election: str, kind: Kind) -> Line:
     async with (
-        connect(url) as session,
+        connect(url, create=False) as session,
         aclosing(session.observe_line(election, kind=kind)) as lines,
     ):
         return await anext(lines)
 
 
 async def _watch(url: str, election: str, kind: Kind, as_json: bool) -> None:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         with screen() as show:
             async for line in session.observe_line(election, kind=kind):
                 if as_json:

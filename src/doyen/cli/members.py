@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.watch and args.prometheus:
         raise ConfigError("--prometheus prints the targets once: leave --watch out")
     if args.watch:
-        return follow(_watch(store_url(args), args.group, args.json))
-    with connect_blocking(store_url(args)) as session:
+        return follow(_watch(store_url(args, create=False), args.group, args.json))
+    with connect_blocking(store_url(args, create=False), create=False) as session:
         members = session.members(args.group)
     if args.prometheus:
         print_json(prometheus_targets(args.group, members))
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _watch(url: str, group: str, as_json: bool) -> None:
     out = console()
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         async for change in session.observe_members(group):
             at = datetime.now().astimezone()
             if as_json:

@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = store_url(args)
+    url = store_url(args, create=False)
     if args.yes and not args.force:
         raise ConfigError("--yes is for --force only: without it there is no confirmation")
     if args.force and not _confirmed(url, args, asked=not args.yes):
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _resign(url: str, args: argparse.Namespace) -> tuple[Leader, Leader | None]:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         old = await session.resign(
             args.election, kind=kind_of(args), wait_s=args.wait, force=args.force
         )
@@ -108,7 +108,7 @@ async def _successor(session: Session, old: Leader) -> Leader | None:
 def _confirmed(url: str, args: argparse.Namespace, *, asked: bool) -> bool:
     """Whether to use force; prints the consequences and asks."""
     election, kind = args.election, kind_of(args)
-    with connect_blocking(url) as session:
+    with connect_blocking(url, create=False) as session:
         leader = session.leader(election, kind=kind)
         if leader is None:
             raise OrderFailed(f"{described(election, kind)} has no {LEADER[kind]}")

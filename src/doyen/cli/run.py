@@ -19,10 +19,11 @@ import sys
 from types import TracebackType
 
 import doyen
-from doyen.cli._output import add_lease_options, add_option, add_store_option, store_url
+from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
 from doyen.events.log_lines import LogfmtLine, OutageEnded
+from doyen.stores.choice import without_password
 from doyen.supervise import Supervisor
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -84,6 +85,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_lease_options(parser, "command")
     give_up = "give up if not elected within this time (default: no limit)"
     add_option(parser, "--wait SECONDS", give_up)
+    wait = "how long to wait for a store that cannot be reached at first"
+    add_option(parser, "--store-wait SECONDS", wait, "0")
     add_option(parser, "--once", "end after a loss instead of campaigning again")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
@@ -107,11 +110,7 @@ class _Run:
         self._args = args
         if args.name == "":
             raise ConfigError("--name is empty: give a name, or leave the option out")
-        if store_url(args).startswith("memory:"):
-            raise ConfigError(
-                "a memory: store exists within one process only, so every `doyen run` would lead;"
-                " use a store that all processes can reach, such as sqlite:doyen.db"
-            )
+        self._store = choose_for(args)
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
         self._supervisor = Supervisor(
             args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
@@ -124,15 +123,17 @@ class _Run:
         args = self._args
         self._task = asyncio.current_task()
         self._catch_signals()
+        self._state_store()
         with _StderrReporter(as_json=args.json, verbose=args.verbose or args.json):
             try:
                 async with (
                     self._supervisor,
                     doyen.connect(
-                        store_url(args),
+                        self._store.url,
                         ttl_s=args.ttl,
                         stop_budget_s=args.stop_budget,
                         audit=args.audit,
+                        wait_s=args.store_wait,
                     ) as session,
                 ):
                     return await self._campaign(session)
@@ -142,6 +143,15 @@ class _Run:
                 return 128 + self._asked_to_end
             finally:
                 self._ignore_signals()
+
+    def _state_store(self) -> None:
+        """State on standard error which store is used."""
+        if self._args.json:
+            shown, origin = without_password(self._store.url), self._store.origin
+            fields = {"event": "store", "store": shown, "origin": origin or "default"}
+            _print(json.dumps({**fields, "this_machine_only": self._store.defaulted}))
+        else:
+            _print(f"doyen: {self._store}")
 
     async def _campaign(self, session: doyen.Session) -> int:
         args = self._args

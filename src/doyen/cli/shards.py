@@ -85,7 +85,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = store_url(args)
+    creates = args.do == "create"
+    url = store_url(args, create=creates)
     for flag, action in (
         ("watch", "show"),
         ("dry_run", "rebalance"),
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         _values(args, 0)
         return follow(_watch(url, args))
-    with connect_blocking(url) as session:
+    with connect_blocking(url, create=creates) as session:
         return _do(session.shards(args.shards), args)
 
 
@@ -180,7 +181,7 @@ def _spec(args: argparse.Namespace, spec: dict[str, Any]) -> int:
 
 
 async def _watch(url: str, args: argparse.Namespace) -> None:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         async for seen in session.observe_shards(args.shards):
             if not args.json:
                 console().print(datetime.now().astimezone().isoformat(timespec="milliseconds"))

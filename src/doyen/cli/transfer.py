@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with connect_blocking(store_url(args)) as session:
+    with connect_blocking(store_url(args, create=False), create=False) as session:
         before = session.leader(args.election, kind=kind_of(args))
         now = session.transfer(args.election, to=args.to, kind=kind_of(args), wait_s=args.wait)
     if args.json:

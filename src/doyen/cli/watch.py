@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     show = _show_json if args.json else _text_printer()
-    return follow(_watch(store_url(args), args.election, kind_of(args), show))
+    return follow(_watch(store_url(args, create=False), args.election, kind_of(args), show))
 
 
 _Show = Callable[[str, Leader | None, Kind, datetime], None]
@@ -62,6 +62,6 @@ def _text_printer() -> _Show:
 
 
 async def _watch(url: str, election: str, kind: Kind, show: _Show) -> None:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         async for leader in session.observe(election, kind=kind):
             show(election, leader, kind, datetime.now().astimezone())

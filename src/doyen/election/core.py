@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from doyen._waiting import BackgroundTasks
+from doyen._waiting import BackgroundTasks, shared
 from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
@@ -25,6 +26,7 @@ from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry
+from doyen.stores.choice import without_password
 from doyen.stores.port import Context, Store, open_store
 
 __all__ = ["ENTERING", "SessionCore"]
@@ -34,6 +36,8 @@ log = logging.getLogger("doyen")
 
 CHECKS_AT_ONCE = 16
 """How many deletions are checked at a time. They are not urgent and must not delay other calls."""
+OPEN_PAUSE_S, OPEN_LONGEST_PAUSE_S = 0.1, 2.0
+"""The pauses between the tries to open a store that cannot be reached."""
 ENTERING = 64
 """How many candidates of a session join or leave their lines at a time. Thousands that come at
 once would only delay one another."""
@@ -95,6 +99,51 @@ class Deletions:
                 return
 
 
+async def _open_patiently(
+    settings: SessionSettings, context: Context, spread: random.Random
+) -> Store:
+    """Open the store. One that cannot be reached is tried again until `wait_s` has passed."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + settings.wait_s
+    pause_s = OPEN_PAUSE_S
+    while True:
+        within = asyncio.timeout_at(give_up_at if settings.wait_s else None)
+        try:
+            async with within:
+                return await open_store(settings.url, context)
+        except (StoreUnavailable, OutcomeUnknown, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and not within.expired():
+                raise
+            if loop.time() + pause_s >= give_up_at:
+                if not settings.wait_s:
+                    raise
+                reason = str(error) or "it did not answer"
+                raise StoreUnavailable(
+                    f"the store at {without_password(settings.url)} could not be reached within"
+                    f" {settings.wait_s:g} s: {reason}"
+                ) from error
+            if pause_s == OPEN_PAUSE_S:
+                shown, left_s = without_password(settings.url), give_up_at - loop.time()
+                log.warning(
+                    "%s", log_line(event="store_waited_for", store=shown, for_s=left_s, error=error)
+                )
+        await asyncio.sleep(pause_s * spread.uniform(0.75, 1.25))
+        pause_s = min(2 * pause_s, OPEN_LONGEST_PAUSE_S)
+
+
+def _report_store(settings: SessionSettings) -> None:
+    """State which store the session uses, once, and warn if nobody chose it."""
+    shown = without_password(settings.url)
+    if settings.origin:
+        log.info("%s", log_line(event="store_opened", store=shown, origin=settings.origin))
+    else:
+        reach = "this machine only"
+        log.warning(
+            "%s",
+            log_line(event="default_store", store=shown, shared_by=reach, remedy="set DOYEN_STORE"),
+        )
+
+
 class SessionCore:
     """The inside of a session."""
 
@@ -123,6 +172,7 @@ class SessionCore:
         self._callers: dict[asyncio.Task[Any], None] = {}
         self.closed = ""
         """Why the session can no longer be used; empty until then."""
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -148,7 +198,9 @@ class SessionCore:
         )
         try:
             if store is None:
-                store = await open_store(settings.url, Context(runtime.clock, telemetry.emit))
+                context = Context(runtime.clock, telemetry.emit, settings.create)
+                store = await _open_patiently(settings, context, runtime.random)
+                _report_store(settings)
             limits = store.capabilities
             ttl_s = settings.ttl_s or limits.ttl_default_s
             if ttl_s < limits.ttl_min_s:
@@ -189,10 +241,16 @@ class SessionCore:
             raise SessionClosed(self.closed)
 
     async def close(self) -> None:
-        """Cancel what callers wait for, end every term and lease, and close the store."""
-        if self.closed:
-            return
-        self.closed = "the session is closed; connect again"
+        """Cancel what callers wait for, end every term and lease, and close the store. Whoever
+        calls this while it is under way waits for its end."""
+        if self._closing is None:
+            if self.closed:
+                return
+            self.closed = "the session is closed; connect again"
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await shared(self._closing)
+
+    async def _close(self) -> None:
         if self._callers:
             for caller in self._callers:
                 caller.cancel()

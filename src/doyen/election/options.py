@@ -42,10 +42,28 @@ class SessionSettings:
     drift: float | None = None
     audit: str | os.PathLike[str] | None = None
     sinks: tuple[Sink, ...] = ()
+    renew_every_s: float | None = None
+    request_timeout_s: float | None = None
+    create: bool = True
+    """Whether to create the store if it does not exist."""
+    wait_s: float = 0.0
+    """How long to wait for a store that cannot be reached when the session is opened."""
+    origin: str = "connect"
+    """Who named the store; empty if nobody did, so that it is the default."""
+
+    def __post_init__(self) -> None:
+        wait_s: object = self.wait_s
+        if not isinstance(wait_s, int | float) or not wait_s >= 0:
+            raise ConfigError(f"wait_s is 0 s or more, not {self.wait_s!r}")
 
     def timing(self, ttl_s: float, *, renewals_lag: bool = False) -> Timing:
         """The timing of a lease of `ttl_s`; raises `ConfigError` if it leaves no margin."""
-        options = {"stop_budget_s": self.stop_budget_s, "drift": self.drift}
+        options = {
+            "stop_budget_s": self.stop_budget_s,
+            "drift": self.drift,
+            "renew_every_s": self.renew_every_s,
+            "request_timeout_s": self.request_timeout_s,
+        }
         given = {name: value for name, value in options.items() if value is not None}
         return Timing(ttl_s=ttl_s, renewals_lag=renewals_lag, **given)
 

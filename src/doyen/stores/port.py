@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -101,6 +101,9 @@ class Context:
 
     clock: Clock
     emit: Callable[[Event], None]
+    create: bool = True
+    """Whether to create what the store needs and lacks: a file, tables, a bucket. Otherwise
+    `StoreUnusable` is raised, with the place where nothing was found."""
 
 
 class Store(ABC):
@@ -249,10 +252,11 @@ class StoreURL:
         from urllib.parse import parse_qsl  # as in `model`
 
         parts = split_url(text)
+        parts = parts._replace(scheme=canonical_scheme(parts.scheme))
         if not parts.scheme:
             raise ConfigError(
                 f"{text!r} is not a store URL: it must start with a scheme,"
-                f" such as sqlite:///var/lib/doyen.db; known schemes: {_known()}"
+                f" such as sqlite:///var/lib/doyen.db; known schemes: {', '.join(_known())}"
             )
         return cls(text, parts, dict(parse_qsl(parts.query, keep_blank_values=True)))
 
@@ -261,7 +265,7 @@ class StoreURL:
         for name in self.options:
             if name not in known:
                 raise ConfigError(
-                    f"{self.parts.scheme}:// has no option {name!r};"
+                    f"{self.parts.scheme}:// has no option {name!r}{did_you_mean(name, known)};"
                     f" known options: {', '.join(known) or 'none'}"
                 )
 
@@ -285,11 +289,55 @@ _BUILT_IN = {
 }
 
 
-def _known() -> str:
+_ALIASES = {
+    "mariadb": "mysql",
+    "mysql2": "mysql",
+    "pgsql": "postgresql",
+    "postgres": "postgresql",
+    "sqlite3": "sqlite",
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "zk": "zookeeper",
+}
+"""Schemes of other programs for the same servers."""
+
+
+def canonical_scheme(scheme: str) -> str:
+    """doyen's name for a scheme that other programs use. The driver that SQLAlchemy and others name
+    is left out, because doyen has its own.
+
+    >>> canonical_scheme("postgres"), canonical_scheme("mysql+pymysql"), canonical_scheme("etcd")
+    ('postgresql', 'mysql', 'etcd')
+    """
+    base = scheme.partition("+")[0]
+    known = _ALIASES.get(base, base)
+    return known if known in ("postgresql", "mysql") else _ALIASES.get(scheme, scheme)
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """A suggestion to append to an error; empty if nothing known is similar.
+
+    >>> did_you_mean("ectd", ["etcd", "consul"]), did_you_mean("x", ["etcd"])
+    (' (did you mean etcd?)', '')
+    """
+    from difflib import get_close_matches
+
+    similar = get_close_matches(text, list(known), 1)
+    return f" (did you mean {similar[0]}?)" if similar else ""
+
+
+def _known() -> list[str]:
     from importlib.metadata import entry_points  # costs more than the rest of the import
 
     names = {*_BUILT_IN, *(point.name for point in entry_points(group="doyen.stores"))}
-    return ", ".join(sorted(names))
+    return sorted(names)
+
+
+_OTHER_PROTOCOLS = {
+    "http": "write etcd://, or consul://, before the hosts",
+    "https": "write etcd://, or consul://, before the hosts, and ?tls=true after them",
+    "tls": "write nats:// before the hosts, and ?tls=true after them",
+}
 
 
 def _opener(scheme: str) -> Opener:
@@ -302,7 +350,12 @@ def _opener(scheme: str) -> Opener:
     for point in entry_points(group="doyen.stores", name=scheme):
         loaded: Opener = point.load()
         return loaded
-    raise ConfigError(f"no store for {scheme}://; known schemes: {_known()}")
+    known = _known()
+    advice = f", {_OTHER_PROTOCOLS[scheme]}" if scheme in _OTHER_PROTOCOLS else ""
+    raise ConfigError(
+        f"no store for {scheme}://{advice or did_you_mean(scheme, [*known, *_ALIASES])};"
+        f" known schemes: {', '.join(known)}"
+    )
 
 
 async def open_store(url: str, context: Context) -> Store:

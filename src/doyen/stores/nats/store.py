@@ -34,6 +34,7 @@ class NatsStore(GuardedStore):
 
     def __init__(self, address: NatsAddress, context: Context, *, bucket: str) -> None:
         self._bucket = bucket
+        self._create = context.create
         self._jetstream = JetStream(address)
         self._renewals = JetStream(address)
         self._mirror = Mirror(self._jetstream, bucket)
@@ -69,7 +70,12 @@ class NatsStore(GuardedStore):
         stream = f"KV_{bucket}"
         try:
             config = (await self._jetstream.call(f"STREAM.INFO.{stream}"))["config"]
-        except StreamMissing:
+        except StreamMissing as error:
+            if not self._create:
+                raise StoreUnusable(
+                    f"there is no bucket {bucket}, and a query creates none: no candidate has used"
+                    " this store yet; check the URL"
+                ) from error
             created = await self._jetstream.call(
                 f"STREAM.CREATE.{stream}",
                 name=stream,

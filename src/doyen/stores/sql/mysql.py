@@ -101,7 +101,7 @@ _NO_COLUMN, _COLUMN_EXISTS = 1054, 1060
 
 
 async def open_store(url: StoreURL, context: Context) -> MySQLStore:
-    """Open the store at `url`, creating its tables if there are none."""
+    """Open the store at `url`, creating its tables if there are none and the context allows it."""
     url.refuse_unknown(*_OPTIONS)
     floor = options.whole_number(url, "token_floor")
     prefix = url.options.get("prefix", "doyen_")
@@ -115,7 +115,7 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
     connection = SqlConnection(AsyncmyEngine(url), primary)
     try:
         version = await _check_version(connection)
-        await _create_tables(connection, names, prefix)
+        await _create_tables(connection, names, prefix, create=context.create)
         grouped = bool(await connection.read(_GROUPS, {}))
     except BaseException:
         await connection.close()
@@ -155,12 +155,19 @@ async def _check_version(connection: SqlConnection) -> str:
     return f"{name} {version}"
 
 
-async def _create_tables(connection: SqlConnection, names: dict[str, str], prefix: str) -> None:
+async def _create_tables(
+    connection: SqlConnection, names: dict[str, str], prefix: str, *, create: bool
+) -> None:
     query = f"SELECT layout FROM {names['meta']}"
     try:
         rows = await connection.read(query, {})
     except _NoTable:
         rows = []
+    if not rows and not create:
+        raise StoreUnusable(
+            f"{connection.where} has no tables {prefix}* of doyen, and a query creates none: no"
+            " candidate has used this store yet; check the URL"
+        )
     if not rows:
         for statement in _TABLES:
             await connection.read(statement.format(**names, layout=LAYOUT), {})

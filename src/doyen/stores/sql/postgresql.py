@@ -112,7 +112,7 @@ _ANOTHER_WAS_FIRST = (
 
 
 async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
-    """Open the store at `url`, creating its schema if there is none."""
+    """Open the store at `url`, creating its schema if there is none and the context allows it."""
     url.refuse_unknown(*_OPTIONS)
     schema = url.options.get("schema", "doyen")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", schema):
@@ -134,7 +134,7 @@ async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
                 " does not work; give the server's address (listen=postgresql://...), or"
                 " notify=poll"
             )
-        await _create_tables(connection, schema)
+        await _create_tables(connection, schema, create=context.create)
     except BaseException:
         await connection.close()
         raise
@@ -185,7 +185,7 @@ async def _inspect(connection: SqlConnection, engine: PsycopgEngine, primary: Pr
     return bool(pid != announced)
 
 
-async def _create_tables(connection: SqlConnection, schema: str) -> None:
+async def _create_tables(connection: SqlConnection, schema: str, *, create: bool) -> None:
     names = _names(schema)
     for _ in range(_CREATIONS):
         query = "SELECT to_regnamespace(%(schema)s) IS NULL, to_regclass(%(meta)s) IS NULL"
@@ -193,6 +193,11 @@ async def _create_tables(connection: SqlConnection, schema: str) -> None:
         if not no_tables:
             ((layout,),) = await connection.read(f"SELECT layout FROM {names['meta']}", {})
             return check_layout(layout, f"the schema {schema} at {connection.where}")
+        if not create:
+            raise StoreUnusable(
+                f"{connection.where} has no tables of doyen in the schema {schema}, and a query"
+                " creates none: no candidate has used this store yet; check the URL"
+            )
         script = f"CREATE SCHEMA {names['schema']};{_SCHEMA}" if no_schema else _SCHEMA
         try:
             await connection.write(

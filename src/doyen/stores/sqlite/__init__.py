@@ -44,6 +44,7 @@ from doyen.stores.sqlite.location import (
     kind_of,
     make_parents,
     path_of,
+    refuse_missing,
     refuse_shared,
     translate_os,
 )
@@ -60,12 +61,15 @@ otherwise a thousand candidates that start together would each check a thousand 
 
 
 async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
-    """Open the store at `url`, and create it if it does not exist."""
+    """Open the store at `url`. If it does not exist, it is created, if the context allows that."""
     url.refuse_unknown("token_floor")
     path = path_of(url)
     floor = whole_number(url, "token_floor")
     refuse_shared(path)
-    make_parents(path)
+    if context.create:
+        make_parents(path)
+    else:
+        refuse_missing(path)
     store = SQLiteStore(path, context)
     return await opened(store, store.open(floor))
 

@@ -21,6 +21,7 @@ __all__ = [
     "kind_of",
     "make_parents",
     "path_of",
+    "refuse_missing",
     "refuse_shared",
     "translate_os",
 ]
@@ -83,6 +84,19 @@ class SessionsDirectory:
             name, _, part = file.rpartition(".")
             found.setdefault(name, set()).add(part)
         return found
+
+
+def refuse_missing(path: str) -> None:
+    """Raise if there is no store at `path`. An empty file, or a directory, is none."""
+    try:
+        exists = os.path.isfile(path) and os.path.getsize(path) > 0
+    except OSError as error:
+        raise translate_os(error, path) from error
+    if not exists:
+        raise StoreUnusable(
+            f"there is no store at {path}, and a query creates none: no candidate has used this"
+            " path yet; check it"
+        )
 
 
 def make_parents(path: str) -> None:

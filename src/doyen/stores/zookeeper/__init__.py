@@ -73,7 +73,7 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
         private=acl == "creator",
         token_floor=options.whole_number(url, "token_floor"),
     )
-    return await opened(store, store.open())
+    return await opened(store, store.open(create=context.create))
 
 
 def _chroot(url: StoreURL) -> str:

@@ -108,12 +108,19 @@ class ZooKeeperStore(GuardedStore):
         self._highest = 0
         """The highest transaction number seen. New transactions must have higher ones."""
 
-    async def open(self) -> None:
+    async def open(self, *, create: bool = True) -> None:
         """Begin the session, and check that the chroot exists and may be used."""
         await self._session.open()
-        if self._layout.root:
-            await self._ensure(self._session, self._layout.root)
-        await self._session.send(GetChildren(self._layout.root or "/", None))
+        root = self._layout.root
+        if root and create:
+            await self._ensure(self._session, root)
+        try:
+            await self._session.send(GetChildren(root or "/", None))
+        except NoNodeError as error:
+            raise StoreUnusable(
+                f"there is no znode {root}, and a query creates none: no candidate has used this"
+                " store yet; check the URL"
+            ) from error
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
