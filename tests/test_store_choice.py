@@ -161,6 +161,7 @@ QUERIES = [
     ["line", "e"],
     ["line", "e", "--watch"],
     ["watch", "e"],
+    ["list"],
     ["members", "g"],
     ["doctor"],
     ["resign", "e"],

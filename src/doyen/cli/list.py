@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url, kinds = store_url(args), args.kinds or INVENTORY_KINDS
+    url, kinds = store_url(args, create=False), args.kinds or INVENTORY_KINDS
     for kind in kinds:
         if kind not in INVENTORY_KINDS:
             raise ConfigError(f"KIND is one of {', '.join(INVENTORY_KINDS)}, not {kind!r}")
@@ -84,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _once(url: str, kinds: Sequence[InventoryKind]) -> Inventory:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         return await session.inventory(*kinds)
 
 
 async def _watch(url: str, kinds: Sequence[InventoryKind], as_json: bool) -> None:
-    async with connect(url) as session:
+    async with connect(url, create=False) as session:
         with screen() as show:
             async for seen in session.observe_inventory(*kinds):
                 if as_json:
