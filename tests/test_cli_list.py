@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +12,11 @@ from candidates import Capture, following
 from doyen.cli import main
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> str:
-    return f"memory://{tmp_path.name}"
-
-
-def test_everything_as_tables_and_as_json(memory: str, capsys: Capture) -> None:
-    assert main(["list", "--store", memory]) == 1
+def test_everything_as_tables_and_as_json(store: str, capsys: Capture) -> None:
+    assert main(["list", "--store", store]) == 1
     assert capsys.readouterr().out == "nothing here\n"
     with (
-        doyen.connect_blocking(memory) as session,
+        doyen.connect_blocking(store) as session,
         session.campaign("billing", name="server1", meta={"port": 80}) as term,
         session.lock("migration", name="\x1b[2J") as lock,
         session.semaphore("pool", 2, name="w") as slot,
@@ -31,7 +25,7 @@ def test_everything_as_tables_and_as_json(memory: str, capsys: Capture) -> None:
         session.config("settings", author="ann").set({"n": 1})
         session.shards("jobs").configure(count=8)
         member.drain()
-        assert main(["list", "--store", memory]) == 0
+        assert main(["list", "--store", store]) == 0
         title, *lines = capsys.readouterr().out.splitlines()
         assert title == (
             "1 election, 1 lock, 1 semaphore, 1 group, 1 set of shards, 1 configuration"
@@ -57,7 +51,7 @@ def test_everything_as_tables_and_as_json(memory: str, capsys: Capture) -> None:
             ["configuration", "version", "earlier", "subscribers", "written", "by"],
             ["settings", "1", "0", "0", "TIME", "ann"],
         ]
-        assert main(["list", "--json", "--store", memory]) == 0
+        assert main(["list", "--json", "--store", store]) == 0
         printed = json.loads(capsys.readouterr().out)
         (billing,) = printed["elections"]
         assert billing["name"] == "billing"
@@ -69,10 +63,10 @@ def test_everything_as_tables_and_as_json(memory: str, capsys: Capture) -> None:
         assert printed["shards"][0]["count"] == 8
         assert printed["configs"][0]["author"] == "ann"
         assert printed["barriers"] == []
-        assert main(["list", "locks", "--json", "--store", memory]) == 0
+        assert main(["list", "locks", "--json", "--store", store]) == 0
         assert list(json.loads(capsys.readouterr().out)) == ["as_of", "locks"]
-    assert main(["list", "barriers", "--store", memory]) == 1
-    assert main(["list", "leases", "--store", memory]) == 2
+    assert main(["list", "barriers", "--store", store]) == 1
+    assert main(["list", "leases", "--store", store]) == 2
     assert "KIND is one of elections, " in capsys.readouterr().err
 
 
