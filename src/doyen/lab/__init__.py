@@ -18,6 +18,9 @@
       registers        what proposers see
     linearizability    whether an order explains what clients saw
     outcome            violations and figures of a run
+    observer           what can be observed of a world
+    recorder, phrases  what happened, so that it can be drawn; what messages say, in words
+    pages              runs as pages for a browser
     narration, shrink  a run as text; a failing run made small
     runner             run, hunt, compare, save, replay
     protocols          the protocols, and what the lab needs to know of each

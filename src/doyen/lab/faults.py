@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doyen.lab.plan import LEADER, Fault
+from doyen.lab.plan import DROP, LEADER, Fault
 from doyen.lab.workload import membership_of
 from doyen.quorum.consensus.core import ChangeAsked, EntryKind, Membership, TransferAsked
 
@@ -148,7 +148,7 @@ def cut(
 
 def _cut(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
     def change(here: str, there: str, by: int) -> None:
-        world.servers[here].links[there].cuts += by
+        world.servers[here].links[there].cut(by)
 
     names = [server.id for server in servers]
     end = cut(fault, names, list(world.servers), change, world.report)
@@ -174,8 +174,8 @@ def _slow(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | 
     there, back = servers[0].links[servers[1].id], servers[1].links[servers[0].id]
 
     def more(seconds: float) -> None:
-        there.extra_s += seconds
-        back.extra_s += seconds
+        there.slow_down(seconds)
+        back.slow_down(seconds)
 
     more(fault.amount)
     world.report(_and(servers[:2]), f"receive each other's messages {fault.amount:g} s late")
@@ -187,6 +187,12 @@ def _degrade(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo
     verb = {"loss": "loses", "duplicate": "repeats", "reorder": "reorders"}[fault.kind]
     world.report("the network", f"{verb} {fault.amount:.0%} of all messages")
     return lambda: world.network.degrade(**{fault.kind: -fault.amount})
+
+
+def _drop(world: World, fault: Fault, servers: list[SimulatedServer]) -> Undo | None:
+    world.network.dropped.add(int(fault.amount))
+    world.report("the network", f"drops message {int(fault.amount)}")
+    return None
 
 
 # Processes.
@@ -387,6 +393,7 @@ _KINDS: dict[str, Callable[[World, Fault, list[SimulatedServer]], Undo | None]] 
     "loss": _degrade,
     "duplicate": _degrade,
     "reorder": _degrade,
+    DROP: _drop,
     "crash": _crash,
     "power": _crash,
     "ballot": _crash,

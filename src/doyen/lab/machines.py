@@ -140,6 +140,8 @@ class SimulatedMachine:
         if dead is not None:
             self.world.network.restarted(self.process, dead)
             self.world.participants.dead.append(dead)
+        if self.world.observer is not None and not isinstance(self, NodeMachine):
+            self.world.observer.started(self.name, None, None)
         self.process.start(self.run())
 
     async def run(self) -> None:
@@ -151,6 +153,8 @@ class SimulatedMachine:
         if self.up:
             assert self.process is not None
             self.pending_crash = None
+            if self.world.observer is not None:
+                self.world.observer.stopped(self.name)
             self.world.network.kill(self.process, power_loss=power_loss)
             self.stopped()
 
@@ -268,6 +272,8 @@ class NodeMachine(SimulatedMachine):
             now=self.clock.now(),
         )
         world.log.cluster.started(core, journal.recovered)
+        if world.observer is not None:
+            world.observer.started(self.name, core, journal.recovered)
         release = OlderKeyspace if self.older else Keyspace
         self.keyspace = release(
             FIRST, slice_keys=SLICE_KEYS, history=HISTORY, result_value=RESULT_VALUE

@@ -7,7 +7,7 @@ entries are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from doyen.lab.outcome import RunOutcome
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
 
 
-class _Narrator:
+class Narrator:
+    """Collects what happens, one line for each event that a reader wants to know."""
+
     def __init__(self) -> None:
         self.lines: list[tuple[float, str, str]] = []
         self._votes: set[tuple[str, str, int]] = set()
@@ -41,25 +43,31 @@ class _Narrator:
             self.lines.append((at, subject, predicate))
 
     def step(self, server: SimulatedServer, event: CoreEvent, effects: Sequence[Effect]) -> None:
-        vote_in = server.world.protocol.vote_in
-        if vote_in is None:
+        self.add_votes(server.world.now, server.id, server.world.protocol, effects)
+
+    def add_votes(
+        self, at: float, name: str, protocol: Protocol, effects: Sequence[Effect]
+    ) -> None:
+        """Add the votes that a server gives or asks for, each of them once."""
+        if protocol.vote_in is None:
             return
         for effect in effects:
             if type(effect) is Send:
-                vote = vote_in(effect)
+                vote = protocol.vote_in(effect)
                 if vote is not None:
-                    self._add_vote(server, *vote)
+                    self._add_vote(at, name, *vote)
 
-    def _add_vote(self, server: SimulatedServer, generation: int, candidate: str | None) -> None:
-        key = (server.id, candidate or server.id, generation)
+    def _add_vote(self, at: float, name: str, generation: int, candidate: str | None) -> None:
+        key = (name, candidate or name, generation)
         if key in self._votes:
             return
         self._votes.add(key)
         action = "asks for votes" if candidate is None else f"votes for {candidate}"
-        self.add(server.world.now, server.id, f"{action} in generation {generation}")
+        self.add(at, name, f"{action} in generation {generation}")
 
 
-def _sentence(subject: str, predicate: str) -> str:
+def sentence(subject: str, predicate: str) -> str:
+    """A line of the narration as a sentence."""
     if " and " in subject and predicate.startswith("follows"):
         predicate = predicate.replace("follows", "follow", 1)
     return f"{subject} {predicate}" if subject else predicate
@@ -73,16 +81,22 @@ def make_world(plan: Plan, protocol: Protocol | None = None) -> World | QuorumWo
     return QuorumWorld(plan, protocol)
 
 
-def narrate(plan: Plan, protocol: Protocol | None = None) -> tuple[RunOutcome, list[str]]:
-    """Run the plan. Returns the outcome and the narration."""
+def narrate(
+    plan: Plan,
+    protocol: Protocol | None = None,
+    observe: Callable[[World | QuorumWorld], object] = lambda world: None,
+) -> tuple[RunOutcome, list[str]]:
+    """Run the plan. Returns the outcome and the narration. `observe` is called with the world
+    before the run."""
     world = make_world(plan, protocol)
-    narrator = _Narrator()
+    observe(world)
+    narrator = Narrator()
     world.on_report = narrator.add
     if isinstance(world, World):
         world.on_step = narrator.step
     outcome = world.run()
     lines = [
-        f"{at:8.3f} s  {_sentence(subject, predicate)}".rstrip()
+        f"{at:8.3f} s  {sentence(subject, predicate)}".rstrip()
         for at, subject, predicate in narrator.lines
     ]
     lines += [f"{each.at:8.3f} s  {each.kind}: {each.text}" for each in outcome.violations]

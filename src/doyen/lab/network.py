@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heapq import heappush
 from typing import TYPE_CHECKING
 
+from doyen.lab.observer import Fate
 from doyen.lab.plan import Latencies, stream
 from doyen.quorum.consensus.core import Connected, CoreEvent, Disconnected, Received
 
@@ -37,6 +38,22 @@ class SimulatedLink:
     last: float = 0.0
     """When the last message under way arrives. No later message overtakes it."""
 
+    def cut(self, by: int) -> None:
+        """Add to the number of faults that cut the link."""
+        self.cuts += by
+        self._changed()
+
+    def slow_down(self, seconds: float) -> None:
+        """Add to the time that messages take."""
+        self.extra_s += seconds
+        self._changed()
+
+    def _changed(self) -> None:
+        observer = self.source.world.observer
+        if observer is not None:
+            extra_s = self.extra_s if self.extra_s > 1e-9 else 0.0
+            observer.link_changed(self.source.id, self.target.id, bool(self.cuts), extra_s)
+
 
 class MessageNetwork:
     """Delivers messages over links, and makes and ends connections."""
@@ -54,6 +71,8 @@ class MessageNetwork:
         self.loss = self.duplicate = self.reorder = 0.0
         self.unreliable = False
         self.messages = 0
+        self.dropped: set[int] = set()
+        """The numbers of messages that are dropped, counted as they are sent."""
 
     def bound_latency(self, longest_s: float) -> None:
         """From now on no message takes longer than this."""
@@ -68,26 +87,41 @@ class MessageNetwork:
         self.duplicate = max(0.0, self.duplicate + duplicate)
         self.reorder = max(0.0, self.reorder + reorder)
         self.unreliable = self.loss + self.duplicate + self.reorder > 1e-9
+        if self._world.observer is not None:
+            self._world.observer.network_degraded(self.loss, self.duplicate, self.reorder)
 
     def send(self, link: SimulatedLink, event: Received) -> None:
         self.messages += 1
-        if link.cuts or not link.connected:
-            return
+        if self._world.observer is not None:
+            self._world.observer.sent(link, event, self._send(link, event))
+        else:
+            self._send(link, event)
+
+    def _send(self, link: SimulatedLink, event: Received) -> float | Fate:
+        """Send a message. Returns when it arrives, or why it does not."""
+        if link.cuts:
+            return Fate.CUT
+        if not link.connected:
+            return Fate.DISCONNECTED
         queue = self._queue
         at = queue.now + self._latencies[self._bits(_BITS)] + link.extra_s
         if self.unreliable:
             if self._chance() < self.loss:
-                return
+                return Fate.LOST
             if self._chance() < self.duplicate:
                 queue.push(at + self.latency() * 20 * self._chance(), link.target.receive, event)
             if self._chance() < self.reorder:
-                queue.push(at + self.latency() * 20 * self._chance(), link.target.receive, event)
-                return
+                at += self.latency() * 20 * self._chance()
+                queue.push(at, link.target.receive, event)
+                return at
         if at < link.last:
             at = link.last
         link.last = at
+        if self.messages in self.dropped:
+            return Fate.DROPPED
         queue.seq += 1
         heappush(queue.heap, (at, queue.seq, link.target.receive, event))
+        return at
 
     def _notify(self, link: SimulatedLink, event: CoreEvent) -> None:
         """Let the link's target learn of its connection, after the messages under way."""

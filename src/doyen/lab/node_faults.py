@@ -82,12 +82,17 @@ def _pause(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) -
     if process is None or process.dead:
         return None
     process.pause()
-    world.report(machines[0].name, "is paused")
+    name = machines[0].name
+    world.report(name, "is paused")
+    if world.observer is not None:
+        world.observer.paused(name, True)
 
     def undo() -> None:
-        world.report(machines[0].name, "resumes")
+        world.report(name, "resumes")
         if process.paused:
             process.resume()
+            if world.observer is not None:
+                world.observer.paused(name, bool(process.paused))
 
     return undo
 

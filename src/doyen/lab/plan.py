@@ -34,6 +34,12 @@ NODE_KINDS = ("wipe", "rollback", "older")
 """Faults of whole nodes only: a data directory is emptied, or replaced by an older copy; a node
 runs a release that does not know all commands."""
 
+DROP = "drop"
+"""A fault that no seed draws: one message, whose number among all messages is the amount, is lost.
+It begins before the message is sent, or at the same instant."""
+WITHOUT_NODES = ("loss", "duplicate", "reorder", "transfer", DROP)
+"""Kinds of fault that need not name nodes."""
+
 THEMES = (
     ("partition",),
     ("partition", "oneway", "bridge"),

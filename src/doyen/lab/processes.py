@@ -346,6 +346,8 @@ class StreamNetwork:
         self._powered_off: dict[str, None] = {}
         self._waiting: list[SimulatedConnection] = []
         self.closed = False
+        self.on_cut: Callable[[str, str, bool], None] = lambda *_: None
+        """Called when a link in one direction may have been cut or mended."""
 
     def latency(self) -> float:
         return self._latencies[self._bits(10)]
@@ -403,6 +405,7 @@ class StreamNetwork:
     def cut(self, here: str, there: str, by: int) -> None:
         """Add to the number of faults that cut the link from one machine to another."""
         self.cuts[here, there] = self.cuts.get((here, there), 0) + by
+        self.on_cut(here, there, bool(self.cuts[here, there]))
         if by < 0:
             self.flush()
 

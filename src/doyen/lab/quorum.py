@@ -34,6 +34,7 @@ from doyen.lab.faults import ActiveFaults, Undo
 from doyen.lab.linearizability import Operation
 from doyen.lab.machines import CandidateMachine, NodeMachine, SimulatedMachine
 from doyen.lab.node_faults import BEGIN, DRIFT
+from doyen.lab.observer import WorldObserver
 from doyen.lab.outcome import Measurements, RunOutcome, Violation
 from doyen.lab.plan import LEADER, Fault, Plan, stream
 from doyen.lab.processes import LabLoop, Process, ProcessKilled, StreamNetwork, quiet
@@ -137,6 +138,7 @@ class QuorumWorld:
         )
         self.on_report: Callable[[float, str, str], None] | None = None
         """Called with what happens: time, subject, predicate."""
+        self.observer: WorldObserver | None = None
         self.violation: Violation | None = None
         self._over = False
         self._stop: asyncio.Future[None]
@@ -156,6 +158,8 @@ class QuorumWorld:
         """Report something that happens, for the narration."""
         if self.on_report is not None:
             self.on_report(self.loop.time(), subject, predicate)
+        if self.observer is not None:
+            self.observer.reported(subject, predicate)
 
     def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine outside of every process."""
@@ -263,9 +267,14 @@ class QuorumWorld:
     def _make_loop(self) -> LabLoop:
         self.loop = LabLoop(VirtualClock())
         self.network = StreamNetwork(self.loop, self.plan.latencies, self.noise)
+        self.network.on_cut = self._link_changed
         self.loop.after_turn = self.terms.check
         self.loop.set_exception_handler(self._on_exception)
         return self.loop
+
+    def _link_changed(self, here: str, there: str, cut: bool) -> None:
+        if self.observer is not None:
+            self.observer.link_changed(here, there, cut, 0.0)
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -340,6 +349,7 @@ class QuorumWorld:
     async def _clean_up(self) -> None:
         """End the tasks of all processes, including dead and paused ones."""
         self._over = True
+        self.observer = None
         self.loop.after_turn = lambda: None
         self.loop.set_exception_handler(lambda loop, context: None)
         processes = self.participants.processes()

@@ -52,10 +52,17 @@ class TermChecker:
         self.latest = self._world.loop.time()
         self._valid.append((name, term))
         self._world.report(name, f"is elected with token {term.token}")
+        if self._world.observer is not None:
+            self._world.observer.term_changed(name, term.token)
 
     def check(self) -> None:
         if self._valid:
-            self._valid = [(name, term) for name, term in self._valid if term.valid]
+            ended = [name for name, term in self._valid if not term.valid]
+            if ended:
+                self._valid = [(name, term) for name, term in self._valid if term.valid]
+                if self._world.observer is not None:
+                    for name in ended:
+                        self._world.observer.term_changed(name, None)
             if len(self._valid) > 1:
                 names = " and ".join(name for name, _ in self._valid)
                 self._world.fail("two terms", f"the terms of {names} are valid at the same time")
@@ -83,6 +90,8 @@ class LogChecker:
         class Checked(make):  # type: ignore[misc]
             def handle(self, event: CoreEvent, now: float) -> list[Effect]:
                 effects: list[Effect] = super().handle(event, now)
+                if checker._world.observer is not None:
+                    checker._world.observer.stepped(self.id, self, event, effects)
                 if effects:
                     cluster.stepped(self, effects)
                     if len(cluster.committed) > reference.index:

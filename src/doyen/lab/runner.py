@@ -32,7 +32,16 @@ from doyen.errors import ConfigError
 from doyen.lab import quorum_plan
 from doyen.lab.narration import make_world, narrate
 from doyen.lab.outcome import RunOutcome
-from doyen.lab.plan import FAULT_SEQUENCES, KINDS, NODE_KINDS, REQUESTS, Plan, draw
+from doyen.lab.plan import (
+    DROP,
+    FAULT_SEQUENCES,
+    KINDS,
+    NODE_KINDS,
+    REQUESTS,
+    WITHOUT_NODES,
+    Plan,
+    draw,
+)
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.shrink import shrink
 from doyen.lab.world import World
@@ -106,7 +115,7 @@ def plan_for(
 
 def _check_kinds(world: str, kinds: Sequence[str]) -> None:
     """Refuse faults that this kind of world does not have. `KINDS` means all that it has."""
-    available: Sequence[str] = KINDS
+    available: Sequence[str] = (*KINDS, DROP)
     if world == "quorum":
         available = (*quorum_plan.KINDS, *quorum_plan.NAMED)
     elif world != "cores":
@@ -178,27 +187,34 @@ def _encoded(outcome: RunOutcome, narration: Sequence[str]) -> bytes:
 
 def replay(path: Path, protocol: Protocol | None = None) -> tuple[RunOutcome, list[str], bool]:
     """Run a saved plan. Returns the outcome, the narration, and whether it is the same run."""
-    try:
-        record = msgspec.json.decode(path.read_bytes(), type=RunFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a run that the lab has saved: {error}") from error
-    _check(record.plan, path)
+    record = read_file(path)
     outcome, narration = narrate(record.plan, protocol)
     return outcome, narration, outcome.trace_hash == record.trace_hash
 
 
-def _check(plan: Plan, path: Path) -> None:
+def read_file(path: Path) -> RunFile:
+    """A run that was saved."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=RunFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a run that the lab has saved: {error}") from error
+    check_plan(record.plan, str(path))
+    return record
+
+
+def check_plan(plan: Plan, source: str) -> None:
     """Refuse a plan that no seed gives, because its failure would look like a defect of the
-    protocol."""
+    protocol. `source` is named in errors."""
     known(plan.protocol)
     _check_kinds(plan.world, [fault.kind for fault in plan.faults])
     for fault in plan.faults:
+        named = f"{source}: the fault {fault.kind!r} at {fault.at:g} s"
         if fault.kind in FAULT_SEQUENCES:
-            raise ConfigError(f"{path}: {fault.kind!r} is a fault sequence, not a fault")
-        if not fault.nodes and fault.kind not in ("loss", "duplicate", "reorder", "transfer"):
-            raise ConfigError(f"{path}: the fault {fault.kind!r} at {fault.at:g} s names no nodes")
+            raise ConfigError(f"{source}: {fault.kind!r} is a fault sequence, not a fault")
+        if not fault.nodes and fault.kind not in WITHOUT_NODES:
+            raise ConfigError(f"{named} names no nodes")
         if fault.kind == "rate" and not fault.amount:
-            raise ConfigError(f"{path}: the fault 'rate' at {fault.at:g} s stops a clock")
+            raise ConfigError(f"{named} stops a clock")
 
 
 # Hunting.
@@ -428,6 +444,19 @@ def compare(
 ) -> list[Comparison]:
     """Run each protocol under the same faults at the same times. Requests that only some protocols
     support are left out."""
+    runs = run_protocols(protocols, nodes=nodes, seeds=seeds, faults=faults, for_s=for_s)
+    return [summarize(protocol, outcomes) for protocol, outcomes in runs.items()]
+
+
+def run_protocols(
+    protocols: Sequence[str],
+    *,
+    nodes: int = 5,
+    seeds: Iterable[int] = range(10),
+    faults: str | Iterable[str] = "all",
+    for_s: float = FOR_S,
+) -> dict[str, list[RunOutcome]]:
+    """The runs of `compare`, by protocol."""
     kinds = kinds_of(faults)
     for kind in kinds if kinds != KINDS else ():
         if kind in REQUESTS:
@@ -435,29 +464,32 @@ def compare(
                 f"{kind!r} is a request that not every protocol supports: leave it out"
             )
     chosen = [kind for kind in kinds if kind not in REQUESTS]
-    rows = []
     numbers = list(seeds)
     if not numbers:
         raise ConfigError("a comparison needs at least one seed")
-    for protocol in protocols:
-        outcomes = [
+    return {
+        protocol: [
             run(protocol, nodes, seed, chosen or "none", for_s, measure=True) for seed in numbers
         ]
-        figures = [outcome.statistics for outcome in outcomes]
-        rows.append(
-            Comparison(
-                protocol=protocol,
-                nodes=nodes,
-                runs=len(outcomes),
-                first_leader_s=median(each.first_leader_s or for_s for each in figures),
-                healed_s=median(each.healed_s or for_s for each in figures),
-                leaders=median(each.leaders for each in figures),
-                messages_per_s=median(each.messages / each.virtual_s for each in figures),
-                bytes_per_s=median(each.bytes / each.virtual_s for each in figures),
-                messages_per_write=median(each.messages / max(1, each.writes) for each in figures),
-                available_share=median(each.available_share for each in figures),
-                writes=sum(each.writes for each in figures),
-                violations=sum(len(outcome.violations) for outcome in outcomes),
-            )
-        )
-    return rows
+        for protocol in protocols
+    }
+
+
+def summarize(protocol: str, outcomes: Sequence[RunOutcome]) -> Comparison:
+    """The figures of all runs of a protocol."""
+    figures = [outcome.statistics for outcome in outcomes]
+    for_s = outcomes[0].plan.for_s
+    return Comparison(
+        protocol=protocol,
+        nodes=outcomes[0].plan.nodes,
+        runs=len(outcomes),
+        first_leader_s=median(each.first_leader_s or for_s for each in figures),
+        healed_s=median(each.healed_s or for_s for each in figures),
+        leaders=median(each.leaders for each in figures),
+        messages_per_s=median(each.messages / each.virtual_s for each in figures),
+        bytes_per_s=median(each.bytes / each.virtual_s for each in figures),
+        messages_per_write=median(each.messages / max(1, each.writes) for each in figures),
+        available_share=median(each.available_share for each in figures),
+        writes=sum(each.writes for each in figures),
+        violations=sum(len(outcome.violations) for outcome in outcomes),
+    )

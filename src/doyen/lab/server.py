@@ -125,6 +125,8 @@ class SimulatedServer:
     def adjust_clock(self, *, rate: float | None = None, jump_s: float = 0.0) -> None:
         """From now on the clock runs at another rate, or has jumped ahead."""
         self.clock.adjust(rate, jump_s)
+        if self.world.observer is not None:
+            self.world.observer.clock_adjusted(self.id, rate, jump_s)
         if self.process is not None:
             self.process.clock_adjusted()
 
@@ -139,6 +141,8 @@ class SimulatedServer:
             self.world.report(self.id, f"refuses to start: {error}")
             return
         self.process = ServerProcess(self, recovered)
+        if self.world.observer is not None:
+            self.world.observer.started(self.id, self.process.core, recovered)
         self.process.start(recovered)
         self.world.network.reconnect()
 
@@ -147,6 +151,8 @@ class SimulatedServer:
         if self.process is None:
             return
         self.process = None
+        if self.world.observer is not None:
+            self.world.observer.stopped(self.id)
         self.was_leading = False
         if self.pending_crash is not None:
             self.pending_crash = None
@@ -164,10 +170,14 @@ class SimulatedServer:
 
     def pause(self) -> None:
         self.paused += 1
+        if self.world.observer is not None:
+            self.world.observer.paused(self.id, True)
 
     def resume(self) -> None:
         self.paused -= 1
         if not self.paused:
+            if self.world.observer is not None:
+                self.world.observer.paused(self.id, False)
             backlog, self.backlog = self.backlog, []
             process = self.process
             for call, argument in backlog:
@@ -304,6 +314,8 @@ class ServerProcess:
         )
         if world.on_step is not None:
             world.on_step(server, event, effects)
+        if world.observer is not None:
+            world.observer.stepped(server.id, core, event, effects)
         if effects:
             self._cluster.stepped(core, effects)
             if core.commit > world.checkers.checked:

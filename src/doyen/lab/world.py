@@ -30,6 +30,7 @@ from doyen.lab.event_queue import LIMIT, EventQueue, QueueOverflow
 from doyen.lab.faults import ActiveFaults, Undo, begin
 from doyen.lab.linearizability import Operation, linearizable, witnessed
 from doyen.lab.network import MessageNetwork, SimulatedLink
+from doyen.lab.observer import WorldObserver
 from doyen.lab.outcome import Measurements, RunOutcome, Violation
 from doyen.lab.plan import Fault, Plan, stream
 from doyen.lab.protocols import Protocol, known
@@ -74,6 +75,7 @@ class World:
         """Called with every event that a core handles and the effects."""
         self.on_report: Callable[[float, str, str], None] | None = None
         """Called with what happens to servers, and with their roles: time, subject, predicate."""
+        self.observer: WorldObserver | None = None
         self.fault_rng = stream(self.noise, "faults")
         self._faults = ActiveFaults(
             plan.faults, self._begin_fault, self.queue.push_after, self.stability.fault_changed
@@ -93,6 +95,8 @@ class World:
         """Report something that happens, for the narration."""
         if self.on_report is not None:
             self.on_report(self.queue.now, subject, predicate)
+        if self.observer is not None:
+            self.observer.reported(subject, predicate)
 
     # Servers.
 
@@ -140,7 +144,7 @@ class World:
                 self.queue.push(self.queue.now, call, server)
         elif server.was_leading:
             self.stability.stepped_down(server)
-        if self.on_report is not None:
+        if self.on_report is not None or self.observer is not None:
             match effect.role:
                 case Role.LEADING:
                     text = f"leads in generation {effect.generation}"

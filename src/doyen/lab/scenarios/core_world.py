@@ -78,6 +78,7 @@ class CoreWorld(World):
         """When each server was last started."""
         self.vote_times: list[float] = []
         """When votes were requested or granted."""
+        transcript.opened(self)
 
     # What the scenario decides.
 
@@ -127,14 +128,14 @@ class CoreWorld(World):
                 self.network.reset(one, other)
             links = [one.links[other.id], other.links[one.id]]
             for link in links:
-                link.cuts += 1
+                link.cut(1)
             self._cut += links
         self.stability.disturb()
 
     def heal(self) -> None:
         self.transcript.record_event(self.now, "the network is no longer cut")
         for link in self._cut:
-            link.cuts -= 1
+            link.cut(-1)
         self._cut = []
         self.stability.disturb()
         self.network.reconnect()

@@ -126,7 +126,7 @@ def restarted_cluster(transcript: Transcript) -> None:
     rounds = world.core("server4").clock
     transcript.record_event(world.now, f"server3 and server4 are in round {rounds}: two of five")
     for name in ("server3", "server4"):
-        world.servers[name].links["server5"].extra_s = 0.15
+        world.servers[name].links["server5"].slow_down(0.15)
     world.start("server5")
     transcript.record_event(
         world.now, "messages to server5 take 150 ms, so it votes before it has received any"

@@ -39,8 +39,7 @@ def lead_with(world: CoreWorld, first: str) -> None:
 
 def _record_violation(world: CoreWorld, text: str) -> None:
     if text:
-        world.transcript.record_event(world.now, "the lab's checker stops the run:")
-        world.transcript.note(f"             {text}")
+        world.transcript.violation(world.now, text)
 
 
 # A quorum without a leader.

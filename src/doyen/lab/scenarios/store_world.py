@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 from doyen._waiting import shared
 from doyen.election.options import SessionSettings
+from doyen.errors import DoyenError
+from doyen.events import Elected, Lost, Record, Resigned
+from doyen.lab.observer import WorldObserver
 from doyen.lab.processes import LabLoop, Process, quiet
 from doyen.lab.scenarios.transcript import Transcript
 from doyen.lease.clock import Clock, VirtualClock
@@ -23,7 +26,7 @@ from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease, Version
 from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.stores.port import Context, Watch
+from doyen.stores.port import Context, Creation, Watch
 from doyen.testing.faults import Faults, FaultyStore
 
 T = TypeVar("T")
@@ -82,6 +85,8 @@ class StoreWorld:
         """The latest process of each name."""
         self._started: list[Participant] = []
         self._interceptions: dict[tuple[str, str, str], Callable[[], asyncio.Event | None]] = {}
+        self.observer: WorldObserver | None = None
+        transcript.opened(self)
 
     @property
     def now(self) -> float:
@@ -105,6 +110,8 @@ class StoreWorld:
         participant = Participant(self, name, len(self._started) + 1)
         self.participants[name] = participant
         self._started.append(participant)
+        if self.observer is not None:
+            self.observer.started(name, None, None)
         participant.start(self._run(participant, run, ttl_s))
         return participant
 
@@ -125,12 +132,23 @@ class StoreWorld:
     ) -> None:
         store = RemoteStore(self, participant)
         runtime = InlineRuntime(self.clock, participant.number)
-        settings = SessionSettings(url="memory://", ttl_s=ttl_s)
+        watched = (partial(self._record_term, participant.machine),) if self.observer else ()
+        settings = SessionSettings(url="memory://", ttl_s=ttl_s, sinks=watched)
         async with Session(settings, runtime, store) as session:
             await run(session)
 
+    def _record_term(self, name: str, record: Record) -> None:
+        if self.observer is not None:
+            match record.event:
+                case Elected(token=token):
+                    self.observer.term_changed(name, token)
+                case Lost() | Resigned():
+                    self.observer.term_changed(name, None)
+
     async def close(self) -> None:
         """End all processes, including killed and paused ones."""
+        self.transcript.closed(self)
+        self.observer = None
         self.loop.after_turn = lambda: None
         self.server.on_put.clear()
         tasks = []
@@ -152,14 +170,20 @@ class Participant(Process):
     def kill(self) -> None:
         self._world.record(self.machine, "is killed")
         self.dead = True
+        if self._world.observer is not None:
+            self._world.observer.stopped(self.machine)
 
     def pause(self) -> None:
         self._world.record(self.machine, "is paused")
         super().pause()
+        if self._world.observer is not None:
+            self._world.observer.paused(self.machine, True)
 
     def resume(self) -> None:
         self._world.record(self.machine, "resumes")
         super().resume()
+        if self._world.observer is not None:
+            self._world.observer.paused(self.machine, False)
 
 
 class RemoteStore(FaultyStore):
@@ -180,20 +204,33 @@ class RemoteStore(FaultyStore):
         do: Callable[[], Awaitable[T]],
         lease: Lease | None = None,
     ) -> T:
-        delayed = self._world.sends(self._participant.machine, operation, about)
-        if self._local:
-            return await do()
-        if delayed is None:
-            await asyncio.sleep(ONE_WAY_S)
+        world, watched = self._world, self._world.observer
+        number = watched.asked(self._participant.machine, operation, about) if watched else 0
+        delayed = world.sends(self._participant.machine, operation, about)
 
         async def execute() -> T:
             if delayed is not None:
                 await delayed.wait()
-            return await do()
+            try:
+                result = await do()
+            except DoyenError as error:
+                if watched is not None:
+                    watched.answered(number, str(error))
+                raise
+            if watched is not None:
+                watched.answered(number, _shown(result))
+            return result
 
-        task = self._world.loop.create_task(execute(), context=self._world.outside.copy())
-        result = await (task if delayed is None else shared(task))
-        await asyncio.sleep(ONE_WAY_S)
+        if self._local:
+            result = await execute()
+        else:
+            if delayed is None:
+                await asyncio.sleep(ONE_WAY_S)
+            task = world.loop.create_task(execute(), context=world.outside.copy())
+            result = await (task if delayed is None else shared(task))
+            await asyncio.sleep(ONE_WAY_S)
+        if watched is not None:
+            watched.received(number)
         return result
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -201,12 +238,39 @@ class RemoteStore(FaultyStore):
 
         def changed() -> None:
             world.notified.append((world.now, name))
-            if self._local:
+            watched = world.observer
+            number = watched.notified(name, scope) if watched is not None else 0
+
+            def receive() -> None:
+                if watched is not None:
+                    watched.received(number)
                 notify()
+
+            if self._local:
+                receive()
             else:
-                world.loop.call_later(ONE_WAY_S, notify, context=self._inside)
+                world.loop.call_later(ONE_WAY_S, receive, context=self._inside)
 
         return await self._call("watch", scope, partial(self._store.watch, scope, changed))
+
+
+def _shown(result: object) -> str:
+    """The result of a request, for readers."""
+    match result:
+        case Entry():
+            return f"{result.key}, revision {result.revision}"
+        case Creation():
+            return "created" if result.won else f"exists, since revision {result.entry.revision}"
+        case Lease():
+            return f"a lease of {result.ttl_s:g} s"
+        case bool():
+            return "yes" if result else "no"
+        case list():
+            return f"{len(result)} entries"
+        case None:
+            return "nothing, or done"
+        case _:
+            return "done"
 
 
 def run_store_world(

@@ -86,6 +86,17 @@ class Transcript:
         """An explanation for the reader."""
         self._lines.append((None, [], text))
 
+    def violation(self, at: float, text: str) -> None:
+        """A checker of the lab finds that something does not hold, and ends the run."""
+        self.record_event(at, "the lab's checker stops the run:")
+        self.note(f"             {text}")
+
+    def opened(self, world: Any) -> None:
+        """A world is made, which tells its story to this transcript."""
+
+    def closed(self, world: Any) -> None:
+        """The run of a world is over."""
+
     def fact(self, text: str, held: bool) -> None:
         self.facts.append(ScenarioFact(text, held))
 
@@ -94,12 +105,19 @@ class Transcript:
 
 
 def _line(at: float | None, subjects: list[str], text: str) -> str:
-    if at is None:
-        return text
+    return text if at is None else f"{at:8.3f} s  {told(subjects, text)}"
+
+
+def told(subjects: list[str], text: str) -> str:
+    """What some servers or clients do, or what happens without them, as a sentence.
+
+    >>> told(["server1", "server2"], "is killed"), told([], "the network is cut")
+    ('server1 and server2 are killed', 'the network is cut')
+    """
     if len(subjects) > 1:
         verb, space, rest = text.partition(" ")
         text = _PLURALS.get(verb, verb.removesuffix("s")) + space + rest
-    return f"{at:8.3f} s  {listed(subjects)} {text}" if subjects else f"{at:8.3f} s  {text}"
+    return f"{listed(subjects)} {text}" if subjects else text
 
 
 def listed(names: list[str]) -> str:
