@@ -15,6 +15,7 @@ from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
     from doyen.lab.outcome import RunOutcome
+    from doyen.lab.plan import Plan
     from doyen.lab.runner import Comparison, FoundFailure, HuntProgress
 
 MANUAL = """\
@@ -26,8 +27,12 @@ overlap and tokens increase. At the end it checks that clients saw one consisten
 acknowledged write is lost, and that a leader is elected once all faults are healed.
 
 If a run violates an invariant, it is reduced to the few faults that matter and described step by
-step; the file that is written replays it. A hunt ends when its time is over or after three failed
-runs; when interrupted, it prints and writes what it has found so far.
+step; the file that is written replays it, and a page beside it (.html) shows it. A hunt ends when
+its time is over or after three failed runs; when interrupted, it prints and writes what it has
+found so far.
+
+With --html a run becomes a page: one file for a browser, in which one can step through the run, see
+every message, and read why a vote was refused.
 
 exit codes:
   0    all invariants held
@@ -42,6 +47,7 @@ examples:
   doyen lab scenario
   doyen lab scenario paused-leader
   doyen lab replay lab-raft-4711.json
+  doyen lab scenario vote-without-log --html lesson.html
 """
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -116,6 +122,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     replay = action("replay", "repeat a run from a file")
     replay.add_argument("file", metavar="FILE", help="a file written by run or hunt")
+    for each in (one, side, scenario, replay):
+        add_option(each, "--html FILE", "write a page for the browser to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,6 +157,22 @@ def _check_plot(file: str | None) -> None:
         chart.check_format(Path(file))
 
 
+def _check_page(file: str | None) -> None:
+    from doyen.lab.pages.page import check_name
+
+    _check_file(file)
+    if file:
+        check_name(Path(file))
+
+
+def _write_page(path: Path, plan: Plan, command: str) -> None:
+    """Run a plan once more, and write a page about it."""
+    from doyen.lab.pages.film import record_run
+    from doyen.lab.pages.page import write_page
+
+    write_page(path, record_run(plan, command=command)[2])
+
+
 def _run(args: argparse.Namespace) -> int:
     from doyen.lab import runner
     from doyen.lab.narration import make_world, narrate
@@ -156,6 +180,7 @@ def _run(args: argparse.Namespace) -> int:
 
     known(args.protocol)
     _check_file(args.save)
+    _check_page(args.html)
     plan = runner.plan_for(
         args.world,
         args.protocol,
@@ -175,8 +200,13 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.ok:
         if args.save:
             runner.save(Path(args.save), outcome, narration)
+        if args.html:
+            saved = f"doyen lab replay {args.save}" if args.save else _command(outcome, args.faults)
+            _write_page(Path(args.html), plan, saved)
         if args.json:
             _print_run(outcome, narration, took_s, args.save or None)
+        elif args.html:
+            out.print(f"the page is in {args.html}")
         return Exit.DONE
     found, code = _reduce(outcome)
     if args.save:
@@ -184,11 +214,28 @@ def _run(args: argparse.Namespace) -> int:
         runner.save(file, found.outcome, found.narration)
     else:
         file = runner.keep(Path(), found.outcome, found.narration)
+    page = _page_of(found, file, args.html)
     if args.json:
         _print_run(outcome, found.narration, took_s, str(file))
     else:
-        _show_found(out, found, file)
+        _show_found(out, found, file, page)
     return code
+
+
+def _command(outcome: RunOutcome, faults: str) -> str:
+    """The command line that repeats a run."""
+    plan = outcome.plan
+    command = f"doyen lab run --protocol {plan.protocol} --nodes {plan.nodes} --seed {plan.seed}"
+    more = "" if plan.world == "cores" else f" --world {plan.world}"
+    return f"{command} --faults {faults} --for {plan.for_s:g}s{more}"
+
+
+def _page_of(found: FoundFailure, file: Path, page: str | None = None) -> Path | None:
+    """Write a page about a failed run, by default beside its file. None if it was not reduced."""
+    path = Path(page) if page else file.with_suffix(".html") if found.narration else None
+    if path is not None:
+        _write_page(path, found.outcome.plan, f"doyen lab replay {file}")
+    return path
 
 
 def _reduce(outcome: RunOutcome) -> tuple[FoundFailure, Exit]:
@@ -239,7 +286,9 @@ def _show(out: Console, outcome: RunOutcome, took_s: float) -> None:
         )
 
 
-def _show_found(out: Console, found: FoundFailure, file: Path | None) -> None:
+def _show_found(
+    out: Console, found: FoundFailure, file: Path | None, page: Path | None = None
+) -> None:
     plan = found.outcome.plan
     if found.narration:
         out.print(f"reduced to {len(plan.faults)} faults, {plan.nodes} nodes; what happened:")
@@ -251,6 +300,8 @@ def _show_found(out: Console, found: FoundFailure, file: Path | None) -> None:
             out.print(f"{violation.kind}: {violation.text}")
     if file is not None:
         out.print(f"doyen lab replay {file}")
+    if page is not None:
+        out.print(f"the page is in {page}")
 
 
 def _hunt(args: argparse.Namespace) -> int:
@@ -259,16 +310,17 @@ def _hunt(args: argparse.Namespace) -> int:
     from doyen.lab import runner
 
     shown = _Progress(runner.HuntProgress(), silent=args.json)
-    kept: list[tuple[FoundFailure, Path | None]] = []
+    kept: list[tuple[FoundFailure, Path | None, Path | None]] = []
 
     def keep(found: FoundFailure) -> None:
         """Write a failed run at once, because the hunt may be interrupted."""
+        file = page = None
         try:
             file = runner.keep(Path(args.out), found.outcome, found.narration)
+            page = _page_of(found, file)
         except OSError as error:
-            file = None
             shown.warn(f"doyen: a failed run could not be written: {error}")
-        kept.append((found, file))
+        kept.append((found, file, page))
 
     if not Path(args.out).is_dir():
         raise ConfigError(f"the directory {args.out!r} for failed runs does not exist")
@@ -296,11 +348,11 @@ def _hunt(args: argparse.Namespace) -> int:
     else:
         out = console()
         out.print(_progress_line(shown.latest) + (", interrupted" if interrupted else ""))
-        for found, file in kept:
+        for found, file, page in kept:
             out.print(
                 f"{found.outcome.plan.protocol}, seed {found.outcome.plan.seed}:", style="red"
             )
-            _show_found(out, found, file)
+            _show_found(out, found, file, page)
         if not kept:
             out.print("no violation was found", style="green")
     if interrupted:
@@ -313,13 +365,20 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _print_hunt(
-    progress: HuntProgress, kept: list[tuple[FoundFailure, Path | None]], interrupted: bool
+    progress: HuntProgress,
+    kept: list[tuple[FoundFailure, Path | None, Path | None]],
+    interrupted: bool,
 ) -> None:
     import msgspec
 
     failures = [
-        {**_as_dict(found.outcome), "story": found.narration, "file": file and str(file)}
-        for found, file in kept
+        {
+            **_as_dict(found.outcome),
+            "story": found.narration,
+            "file": file and str(file),
+            "page": page and str(page),
+        }
+        for found, file, page in kept
     ]
     result = {**msgspec.to_builtins(progress), "interrupted": interrupted, "failures": failures}
     print_json(result)
@@ -367,15 +426,22 @@ def _compare(args: argparse.Namespace) -> int:
     from doyen.lab.chart import comparison_panels, write_chart
 
     _check_plot(args.plot)
-    rows = runner.compare(
+    _check_page(args.html)
+    runs = runner.run_protocols(
         _protocols(args.protocols),
         nodes=args.nodes,
         seeds=range(args.seeds),
         faults=args.faults,
         for_s=args.for_s,
     )
+    rows = [runner.summarize(protocol, outcomes) for protocol, outcomes in runs.items()]
     if args.plot:
         write_chart(Path(args.plot), comparison_panels(rows))
+    if args.html:
+        from doyen.lab.pages.comparison import comparison_film
+        from doyen.lab.pages.page import write_page
+
+        write_page(Path(args.html), comparison_film(runs), name="comparison")
     if args.json:
         import msgspec
 
@@ -383,10 +449,12 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         out = console()
         out.print(_compared(rows))
-        runs = f"{args.seeds} runs" if args.seeds > 1 else "one run"
-        out.print(f"medians of {runs}, with the same faults at the same times")
+        count = f"{args.seeds} runs" if args.seeds > 1 else "one run"
+        out.print(f"medians of {count}, with the same faults at the same times")
         if args.plot:
             out.print(f"the chart is in {args.plot}")
+        if args.html:
+            out.print(f"the page is in {args.html}")
     return Exit.NO if any(row.violations for row in rows) else Exit.DONE
 
 
@@ -457,6 +525,8 @@ def _scenario(args: argparse.Namespace) -> int:
 
     out = console()
     if args.name is None:
+        if args.html:
+            raise ConfigError("name the scenario that the page is to show")
         if args.json:
             print_json({name: each.title for name, each in SCENARIOS.items()})
         else:
@@ -466,7 +536,15 @@ def _scenario(args: argparse.Namespace) -> int:
         return Exit.DONE
     if args.name not in SCENARIOS:
         raise ConfigError(f"unknown scenario {args.name!r}; known are {', '.join(SCENARIOS)}")
-    played = run_scenario(args.name)
+    if args.html:
+        from doyen.lab.pages.film import record_scenario
+        from doyen.lab.pages.page import write_page
+
+        _check_page(args.html)
+        played, film = record_scenario(args.name)
+        write_page(Path(args.html), film)
+    else:
+        played = run_scenario(args.name)
     if args.json:
         print_json(played.as_dict())
     else:
@@ -478,6 +556,8 @@ def _scenario(args: argparse.Namespace) -> int:
             out.print(
                 f"{'✓' if fact.held else '✗'} {fact.text}", style="green" if fact.held else "red"
             )
+        if args.html:
+            out.print(f"the page is in {args.html}")
     return Exit.DONE if played.ok else Exit.NO
 
 
@@ -487,7 +567,10 @@ def _replay(args: argparse.Namespace) -> int:
     path = Path(args.file)
     if not path.is_file():
         raise ConfigError(f"the file {path} does not exist")
+    _check_page(args.html)
     outcome, narration, same = runner.replay(path)
+    if args.html:
+        _write_page(Path(args.html), outcome.plan, f"doyen lab replay {path}")
     if args.json:
         print_json({**_as_dict(outcome), "same": same, "story": narration})
     else:
@@ -502,6 +585,8 @@ def _replay(args: argparse.Namespace) -> int:
             out.print("the code or the file has changed since the run was recorded", style="yellow")
         if outcome.ok:
             out.print("all invariants held", style="green")
+        if args.html:
+            out.print(f"the page is in {args.html}")
     return Exit.DONE if outcome.ok else Exit.NO
 
 
