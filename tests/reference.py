@@ -285,7 +285,12 @@ PARTS: dict[str, Callable[[], str]] = {
         ("doyen.quorum.node", "NodeRole"),
         ("doyen.quorum.node.driver", "Status"),
     ),
-    "fencing": lambda: stubs(("doyen.fencing", "SQLGuard"), ("doyen.fencing", "GuardedFile")),
+    "fencing": lambda: stubs(
+        ("doyen.fencing.sql", "SQLGuard"),
+        ("doyen.fencing.files", "GuardedFile"),
+        ("doyen.fencing.objects", "GuardedObject"),
+        ("doyen.fencing.seen", "SeenTokens"),
+    ),
     "stores": stores,
     "commands": commands,
     "codes": exit_codes,

@@ -12,15 +12,22 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import pytest
+import uvicorn
 
 from doyen.errors import StaleToken
-from doyen.fencing import GuardedFile, SQLGuard
+from doyen.fencing import FileTokens, GuardedFile, SQLGuard, asgi, token_headers, wsgi
 
 REFUSED = 3
 
@@ -30,6 +37,8 @@ from pathlib import Path
 from doyen.errors import StaleToken
 from doyen.fencing import GuardedFile, SQLGuard
 
+REFUSED = {REFUSED}
+
 def pause():
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
@@ -37,7 +46,7 @@ def refusable(action):
     try:
         action()
     except StaleToken:
-        sys.exit({REFUSED})
+        sys.exit(REFUSED)
 """
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -97,6 +106,91 @@ pause()
 if still_leader:
     refusable(write)
 """
+
+STALE_REQUEST = """
+import urllib.error, urllib.request
+from doyen.fencing import token_headers
+url = sys.argv[1]
+request = urllib.request.Request(url, b"stale", headers=token_headers(1), method="PUT")
+still_leader = True
+pause()
+try:
+    urllib.request.urlopen(request).close()
+except urllib.error.HTTPError as error:
+    assert error.code == 412 and b"seen the later token 2" in error.read(), error
+    sys.exit(REFUSED)
+"""
+
+
+class State:
+    """What a service keeps, for ASGI and for WSGI."""
+
+    def __init__(self) -> None:
+        self.content = b"first"
+
+    async def asgi(self, scope: Any, receive: Any, send: Any) -> None:
+        self.content = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    def wsgi(self, environ: Any, start_response: Any) -> list[bytes]:
+        self.content = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        start_response("204 No Content", [])
+        return []
+
+
+class Quiet(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(kind: str, app: Any) -> Iterator[str]:
+    """Serve an application on a thread."""
+    if kind == "wsgi":
+        with (
+            make_server("127.0.0.1", 0, app, handler_class=Quiet) as server,
+            thread(partial(server.serve_forever, 0.01), stop=server.shutdown),
+        ):
+            yield f"http://127.0.0.1:{server.server_port}/"
+        return
+    options: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "log_level": "warning"}
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, port=0, **options))
+    with thread(uvicorn_server.run, stop=partial(setattr, uvicorn_server, "should_exit", True)):
+        while not uvicorn_server.started:
+            time.sleep(0.01)
+        port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/"
+
+
+@contextmanager
+def thread(run: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    try:
+        yield
+    finally:
+        stop()
+        running.join(30)
+
+
+@pytest.mark.parametrize("kind", ["asgi", "wsgi"])
+@pytest.mark.parametrize(("how", "content"), [("guarded", b"new"), ("bare", b"stale")])
+def test_a_service_and_a_leader_that_wakes_too_late(
+    start: Start, tmp_path: Path, kind: str, how: str, content: bytes
+) -> None:
+    state = State()
+    app = getattr(state, kind)
+    if how == "guarded":
+        middleware: Any = {"asgi": asgi, "wsgi": wsgi}[kind].FencingMiddleware
+        app = middleware(app, resource="state", tokens=FileTokens(tmp_path))
+    with served(kind, app) as url:
+        ex_leader = start(STALE_REQUEST, url)
+        assert stopped(ex_leader)
+        new = urllib.request.Request(url, b"new", headers=token_headers(2), method="PUT")
+        urllib.request.urlopen(new).close()
+        assert wake(ex_leader) == (REFUSED if how == "guarded" else 0)
+    assert state.content == content
 
 
 @pytest.mark.parametrize(("how", "content"), [("guarded", b"new"), ("bare", b"stale")])
