@@ -99,6 +99,8 @@ def observers(who: str, url: str, sessions: int, ttl_s: float) -> None:
         async def observe(session: doyen.Session, seen: set[str]) -> None:
             # Not `suspect`: it reads the list by time, and here it is counted by change.
             async for change in session.observe_members(GROUP, suspect=False):
+                if not isinstance(change, doyen.MemberChange):
+                    continue
                 if change.kind == "gone":
                     seen.discard(change.member.name)
                 else:

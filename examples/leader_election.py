@@ -49,7 +49,7 @@ async def follow(session: doyen.Session, server: str) -> None:
     say("New leader election happening.")
     first = True
     async for leader in session.observe(ELECTION):
-        if leader is None:
+        if not leader:
             continue
         if not first:
             say("New leader election happening.")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from doyen import Session, Term
 from doyen.election.core import SessionCore
@@ -17,11 +17,13 @@ from doyen.election.options import SessionSettings
 from doyen.events import Event, Record
 from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime, ThreadRuntime
-from doyen.model import KINDS, Claim, leader_key, line_key
+from doyen.model import KINDS, Claim, Reachable, Unreachable, leader_key, line_key
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Store
 from doyen.testing import run_virtual
 from doyen.testing.faults import Faults, FaultyStore
+
+T = TypeVar("T")
 
 TTL_S = 6.0
 STOP_BUDGET_S = 1.0
@@ -205,6 +207,12 @@ async def lead_until_set(
     async with session.campaign(election, **options) as term:
         await stop.wait()
     return term
+
+
+def known(seen: T | Unreachable[Any] | Reachable) -> T:
+    """What an observer got, which the store must have answered."""
+    assert not isinstance(seen, Unreachable | Reachable)
+    return seen
 
 
 async def gather_leaders(session: Session, seen: list[str | None]) -> None:

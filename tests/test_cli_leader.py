@@ -66,6 +66,26 @@ def test_watch_writes_json_lines(store: str) -> None:
     assert printed["leader"] == {"name": "server1", "token": term.token, "since": ANY, "meta": {}}
     assert printed["election"] == "billing"
     assert printed["at"][:2] == "20"
+    assert printed["as_of"] == pytest.approx(time.time(), abs=10)
+    assert printed["unreachable_since"] is None
+
+
+def test_watch_follows_many_elections_with_a_line_for_each_change(store: str) -> None:
+    with (
+        doyen.connect_blocking(store) as session,
+        session.campaign("a", name="server1"),
+        session.lock("a", name="not an election"),
+        following("watch", "--store", store) as every,
+        following("watch", "b", "c", "--json", "--store", store) as some,
+    ):
+        every.until(r"server1 leads a, token \d+\n")
+        assert [json.loads(some.until("\n"))["election"] for _ in "bc"] == ["b", "c"]
+        with session.campaign("c", name="server2"):
+            every.until(r"server2 leads c, token \d+\n")
+            changed = json.loads(some.until("\n"))
+            assert (changed["election"], changed["leader"]["name"]) == ("c", "server2")
+        every.until("c has no leader\n")
+        assert every.interrupt() == 0
 
 
 def test_watch_ends_by_sigpipe_when_its_output_is_closed(store: str) -> None:

@@ -63,7 +63,7 @@ async def test_a_lease_that_ended_while_its_candidate_waited_elects_no_leader(et
         stop.set()
         await leading
         async for leader in second.observe("11456"):
-            if leader is not None and leader.name == "second":
+            if leader and leader.name == "second":
                 break
         record = await record_of(second, "11456")
         assert record.lease == keepalive_of(second).lease.id != ended

@@ -97,7 +97,7 @@ async def test_a_slow_observer_keeps_the_newest(place: Place) -> None:
     last = asyncio.create_task(lead_until_set(session, stop, name="last"))
     await asyncio.sleep(0.1)
     seen = [await anext(leaders) for _ in range(OBSERVED)]
-    assert seen[-1] is not None
+    assert seen[-1]
     assert seen[-1].name == "last"
     change = asyncio.create_task(anext(leaders))
     await asyncio.sleep(1)

@@ -32,7 +32,8 @@ async def names(session: Session) -> list[str]:
 
 async def collect(session: Session, seen: list[MemberChange], suspect: bool = True) -> None:
     async for change in session.observe_members(GROUP, suspect=suspect):
-        seen += [change]
+        if isinstance(change, MemberChange):
+            seen += [change]
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ import pytest
 import doyen
 from fixtures import shared
 from servers import QuorumCluster
+from support import known
 
 WITHIN_S = 30.0
 
@@ -36,26 +37,26 @@ async def test_members_join_change_and_leave_and_the_list_follows(url: str) -> N
         aclosing(other.observe_members("engines")) as changes,
         aclosing(other.observe_published("engines")) as lists,
     ):
-        assert (await anext(changes)).kind == "joined"
+        assert known(await anext(changes)).kind == "joined"
         async with other.member("engines", name="b") as second:
-            joined = await anext(changes)
+            joined = known(await anext(changes))
             assert (joined.kind, joined.member.incarnation) == ("joined", second.incarnation)
             await second.update({"n": 1})
-            changed = await anext(changes)
+            changed = known(await anext(changes))
             assert (changed.kind, changed.member.meta) == ("changed", {"n": 1})
             assert changed.member.incarnation == second.incarnation
             positions = []
             async for published in lists:
-                if published is not None:
+                if published:
                     positions.append(published.position)
                     if [each.meta for each in published.members] == [{}, {"n": 1}]:
                         break
             assert positions == sorted(set(positions))
             assert positions[-1][0] == term.token
-        gone = await anext(changes)
+        gone = known(await anext(changes))
         assert (gone.kind, gone.member.name) == ("gone", "b")
         async for published in lists:
-            if published is not None and len(published.members) == 1:
+            if published and len(published.members) == 1:
                 break
 
 

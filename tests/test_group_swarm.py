@@ -36,7 +36,17 @@ from doyen.manage.members import (
     read_members,
 )
 from doyen.manage.publishing import ListPublisher
-from doyen.model import Entry, Lease, Member, Version, leader_key, members_key, published_key
+from doyen.model import (
+    Entry,
+    Lease,
+    Member,
+    Reachable,
+    Unreachable,
+    Version,
+    leader_key,
+    members_key,
+    published_key,
+)
 from doyen.testing.faults import FaultyStore
 from swarm import TTL_S, Oracle, Process, SafetyViolated, WatchedClient, World
 
@@ -264,7 +274,14 @@ class Follower(Worker):
 
     async def _follow_list(self, session: Session) -> None:
         before: Published | None = None
+        lost = False
         async for now in session.observe_published(GROUP):
+            if isinstance(now, Unreachable):
+                lost = True
+                continue
+            if lost and now == before:  # it is told once more when the store answers again
+                continue
+            lost = False
             self.world.oracle.followed(before, now)
             before = now
             self.list = now
@@ -272,6 +289,8 @@ class Follower(Worker):
     async def _follow_members(self, session: Session) -> None:
         self.alive: dict[str, Member] = {}
         async for change in session.observe_members(GROUP):
+            if isinstance(change, Unreachable | Reachable):
+                continue
             self.world.oracle.observed(change)
             if change.kind == "gone":
                 del self.alive[change.member.name]
@@ -548,12 +567,17 @@ def suspected_for_the_observers_own_silence(patch: pytest.MonkeyPatch) -> None:
     """An observer that has read nothing for a while suspects everybody."""
 
     async def impatient(
-        core: SessionCore, group: str, deliver: Callable[[Roster], None], *, suspect: bool = True
+        core: SessionCore,
+        group: str,
+        deliver: Callable[[Roster | Unreachable[Roster]], None],
+        *,
+        suspect: bool = True,
     ) -> None:
         last = [Roster({}, core.runtime.clock.now())]
 
-        def note(roster: Roster) -> None:
-            last[0] = roster
+        def note(roster: Roster | Unreachable[Roster]) -> None:
+            if not isinstance(roster, Unreachable):
+                last[0] = roster
             deliver(roster)
 
         observing = asyncio.ensure_future(observe_members(core, group, note, suspect=suspect))

@@ -709,7 +709,7 @@ async def test_closing_a_session_ends_its_waiting_candidates(place: Place) -> No
     faults = Faults()
     session = place.session(faults)
     async with session:
-        watching = in_background(anext_twice(session))
+        watching = in_background(watch_forever(session))
         await asyncio.sleep(1)
         faults.cut()
         waiting = in_background(hold_on(session, []))
@@ -721,10 +721,9 @@ async def test_closing_a_session_ends_its_waiting_candidates(place: Place) -> No
     faults.heal()
 
 
-async def anext_twice(session: Session) -> None:
-    leaders = session.observe("e")
-    await anext(leaders)
-    await anext(leaders)
+async def watch_forever(session: Session) -> None:
+    async for _ in session.observe("e"):
+        pass
 
 
 def ready_when_leading(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import doyen
 from doyen import Inventory
 from doyen.manage.inventory import INVENTORY_KINDS
 from doyen.model import Leader, config_key, leader_key, member_key, shards_key
-from support import Place, lead_until_set, until, virtual
+from support import Place, known, lead_until_set, until, virtual
 
 
 async def _idle(term: doyen.ShardTerm) -> None:
@@ -112,7 +112,7 @@ async def test_every_change_is_delivered_and_nothing_else(place: Place) -> None:
     async def look() -> None:
         async with aclosing(looking.observe_inventory()) as inventories:
             async for seen in inventories:
-                states.append(seen)  # noqa: PERF401 - it is read meanwhile
+                states.append(known(seen))  # noqa: PERF401 - it is read meanwhile
 
     observing = asyncio.create_task(look())
     await until(lambda: states)

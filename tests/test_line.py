@@ -11,7 +11,7 @@ import doyen
 from doyen import Session
 from doyen.model import Line
 from doyen.testing.faults import Faults, Late, RefusedCall
-from support import Place, lead_until_set, real_server, real_session, until, virtual
+from support import Place, known, lead_until_set, real_server, real_session, until, virtual
 
 
 def names(line: Line) -> list[str]:
@@ -28,7 +28,7 @@ class Observer:
     async def _look(self, session: Session, election: str) -> None:
         async with aclosing(session.observe_line(election)) as lines:
             async for line in lines:
-                self.seen.append(line)
+                self.seen.append(known(line))
 
     @property
     def last(self) -> Line:
@@ -101,7 +101,7 @@ def test_the_blocking_session_sees_the_same() -> None:
         lines = session.observe_line("e")
         assert next(lines) == Line(None, ())
         with session.campaign("e", name="a") as term:
-            while (line := next(lines)).leader is None:
+            while (line := known(next(lines))).leader is None:
                 continue
             assert line.leader == doyen.Leader("e", "a", term.token)
             assert names(line) == ["a"]

@@ -16,7 +16,7 @@ from doyen.cli import main
 from doyen.errors import ConfigError
 from doyen.events import Elected, Lost
 from doyen.model import Leader
-from support import TTL_S, Place, until, virtual
+from support import TTL_S, Place, known, until, virtual
 
 
 class Holder:
@@ -46,7 +46,7 @@ async def waiting(session: Session, *names: str) -> None:
     """Wait until these are in the line of the lock."""
     async with aclosing(session.observe_line("x", kind="locks")) as lines:
         async for line in lines:
-            if [each.name for each in line.candidates] == [*names]:
+            if [each.name for each in known(line).candidates] == [*names]:
                 return
 
 
@@ -76,7 +76,7 @@ async def test_every_holder_of_a_lock_is_observed(place: Place) -> None:
         assert await anext(leaders) is None
         async with session.lock("x", name="a"):
             leader = await anext(leaders)
-            assert leader is not None
+            assert leader
             assert (leader.name, leader.kind) == ("a", "locks")
         assert await anext(leaders) is None
 
@@ -137,7 +137,7 @@ def test_blocking_sessions_take_locks_too() -> None:
     with doyen.connect_blocking("memory://locks") as session:
         leaders = session.observe("x", kind="locks")
         lines = session.observe_line("x", kind="locks")
-        assert (next(leaders), next(lines).leader) == (None, None)
+        assert (next(leaders), known(next(lines)).leader) == (None, None)
         with pytest.raises(LeadershipLost), session.lock("x", name="a") as term:
             leader = session.leader("x", kind="locks")
             assert leader == Leader("x", "a", term.token, {}, "locks")

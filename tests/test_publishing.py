@@ -13,7 +13,7 @@ from doyen.events import PublishFailed
 from doyen.manage.documents import Document, Versioned
 from doyen.model import members_key, published_key
 from doyen.testing.faults import Faults, Stray, Unanswered
-from support import TTL_S, Place, core_of, until, virtual
+from support import TTL_S, Place, core_of, known, until, virtual
 
 GROUP = "workers"
 KEY = published_key(GROUP)
@@ -42,7 +42,7 @@ def lists(faults: Faults) -> int:
 
 async def collect(session: Session, seen: list[Published | None]) -> None:
     async for published in session.observe_published(GROUP):
-        seen += [published]
+        seen += [known(published)]
 
 
 @virtual

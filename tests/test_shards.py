@@ -23,7 +23,7 @@ from doyen.model import Claim, members_key, shards_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late
 from mutants_shards import grace_forgotten, trusting, two_bodies, unread, untokened
-from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
+from support import TTL_S, Place, core_of, keepalive_of, known, now, until, virtual
 
 
 class Jobs:
@@ -546,7 +546,7 @@ async def test_the_map_is_observed(place: Place) -> None:
 
     async def observe() -> None:
         async for shard_map in session.observe_shards("jobs"):
-            seen.append(shard_map)  # noqa: PERF401 - it never ends
+            seen.append(known(shard_map))  # noqa: PERF401 - it never ends
 
     observing = asyncio.ensure_future(observe())
     await until(lambda: seen)

@@ -44,7 +44,7 @@ async def test_observers_see_what_the_leader_publishes(place: Place) -> None:
             assert await anext(leaders) == before
             await term.publish({"n": 1})
             after = await anext(leaders)
-        assert after is not None
+        assert after
         assert before is not None
         assert (before.token, after.token, after.meta) == (term.token, term.token, {"n": 1})
         assert term.meta == {"n": 1}
@@ -248,7 +248,7 @@ class Publishing(Process):
 
     async def _observe(self, session: Session) -> None:
         async for leader in session.observe("swarm"):
-            if leader is not None:
+            if leader:
                 self.world.oracle.shown(self.name, leader.token, leader.meta["n"])
 
     async def _campaign(self, session: Session) -> None:

@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from doyen.manage.shards.owner import ShardTerm
     from doyen.manage.shards.routing import ShardMap
     from doyen.manage.shards.spec import ShardSpec
-    from doyen.model import Candidate, Leader, Line, Member, MemberChange, Published
+    from doyen.model import (
+        Candidate,
+        Leader,
+        Line,
+        Member,
+        MemberChange,
+        Published,
+        Reachable,
+        Unreachable,
+    )
     from doyen.quorum.node import Node, StateMachine
     from doyen.session import Session, connect
     from doyen.term import Term, TermState
@@ -80,6 +89,7 @@ __all__ = [
     "OrderFailed",
     "OutcomeUnknown",
     "Published",
+    "Reachable",
     "Regressed",
     "Session",
     "SessionClosed",
@@ -95,6 +105,7 @@ __all__ = [
     "Subscription",
     "Term",
     "TermState",
+    "Unreachable",
     "connect",
     "connect_blocking",
     "while_leader",

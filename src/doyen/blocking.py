@@ -37,8 +37,7 @@ from doyen.manage.members import (
     MemberSettings,
     MemberView,
     Registration,
-    Roster,
-    changes,
+    RosterChanges,
     observe_members,
     read_members,
 )
@@ -47,7 +46,18 @@ from doyen.manage.shards.bodies import Prepare, ShardBody, ThreadBodies
 from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
 from doyen.manage.shards.scopes import BlockingOwning, BlockingShardSet, OwnerOptions
-from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Meta, Published
+from doyen.model import (
+    Candidate,
+    Kind,
+    Leader,
+    Line,
+    Member,
+    MemberChange,
+    Meta,
+    Published,
+    Reachable,
+    Unreachable,
+)
 from doyen.session import (
     OBSERVED,
     ConnectOptions,
@@ -122,6 +132,11 @@ class BlockingSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def as_of(self) -> float | None:
+        """When the store was last known to answer; see `Session.as_of`."""
+        return self._opened.calls.reachability.as_of
 
     @property
     def _opened(self) -> SessionCore:
@@ -228,13 +243,13 @@ class BlockingSession:
 
     def observe(
         self, election: str, *, kind: Kind = "elections"
-    ) -> Generator[Leader | None, None, None]:
+    ) -> Generator[Leader | Unreachable[Leader] | None, None, None]:
         """The current leader, then every change; None while there is none."""
         return self._observe(lambda core, deliver: observe_leader(core, election, kind, deliver))
 
     def observe_line(
         self, election: str, *, kind: Kind = "elections"
-    ) -> Generator[Line, None, None]:
+    ) -> Generator[Line | Unreachable[Line], None, None]:
         """The current leader and line, then every change."""
         return self._observe(lambda core, deliver: observe_line(core, election, kind, deliver))
 
@@ -255,17 +270,16 @@ class BlockingSession:
 
     def observe_members(
         self, group: str, *, suspect: bool = True
-    ) -> Generator[MemberChange, None, None]:
+    ) -> Generator[MemberChange | Unreachable[tuple[Member, ...]] | Reachable, None, None]:
         """Each live member as `joined`, then every change; see `Session.observe_members`."""
-        before: Roster | None = None
+        seen = RosterChanges(self._opened)
 
-        def observing(core: SessionCore, deliver: Callable[[Roster], None]) -> Any:
+        def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
             return observe_members(core, group, deliver, suspect=suspect)
 
         with contextlib.closing(self._observe(observing, 1)) as rosters:
             for roster in rosters:
-                yield from changes(before, roster)
-                before = roster
+                yield from seen.of(roster)
 
     @contextlib.contextmanager
     def publisher(self, group: str, term: Term, *, settle_s: float | None = None) -> Iterator[None]:
@@ -284,7 +298,9 @@ class BlockingSession:
         """The members of a group as its leader published them last; None if none did."""
         return self._run(read_published, group)
 
-    def observe_published(self, group: str) -> Generator[Published | None, None, None]:
+    def observe_published(
+        self, group: str
+    ) -> Generator[Published | Unreachable[Published] | None, None, None]:
         """The published list, then every change."""
         return self._observe(lambda core, deliver: observe_published(core, group, deliver))
 
@@ -314,7 +330,9 @@ class BlockingSession:
         """Who owns what in a set of shards, read from the store."""
         return self._run(read_map, shards)
 
-    def observe_shards(self, shards: str) -> Generator[ShardMap, None, None]:
+    def observe_shards(
+        self, shards: str
+    ) -> Generator[ShardMap | Unreachable[ShardMap], None, None]:
         """The map of a set of shards, then every change."""
         return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
 
@@ -323,11 +341,13 @@ class BlockingSession:
         `Session.inventory`."""
         return self._run(read_inventory, kinds or INVENTORY_KINDS)
 
-    def observe_inventory(self, *kinds: InventoryKind) -> Generator[Inventory, None, None]:
+    def observe_inventory(
+        self, *kinds: InventoryKind
+    ) -> Generator[Inventory | Unreachable[Inventory], None, None]:
         """Everything that the store has, then again after every change; see
         `Session.observe_inventory`."""
 
-        def observing(core: SessionCore, deliver: Callable[[Inventory], None]) -> Any:
+        def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
             return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
 
         return self._observe(observing, 1)

@@ -34,7 +34,7 @@ import json
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from doyen.errors import ConfigError
 
@@ -54,6 +54,8 @@ __all__ = [
     "Meta",
     "Order",
     "Published",
+    "Reachable",
+    "Unreachable",
     "Version",
     "barrier_key",
     "config_key",
@@ -72,6 +74,8 @@ __all__ = [
     "size_key",
     "slots_key",
 ]
+
+T_co = TypeVar("T_co", covariant=True)
 
 Version = Hashable
 """Opaque: compared for equality by the store that made it, never ordered."""
@@ -157,6 +161,38 @@ class Line:
 
     leader: Leader | None
     candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable(Generic[T_co]):
+    """The store does not answer. An observer gets this within a ttl, and what it observes again
+    when the store answers.
+
+    It is false: code that only asks whether there is a leader takes it for "none is known".
+
+    >>> seen = Unreachable(1_700_000_000.0, Leader("billing", "server1", 7))
+    >>> bool(seen), seen.last.name
+    (False, 'server1')
+    """
+
+    since: float
+    """When the store last answered, on the wall clock of the observer, in seconds since 1970."""
+    last: T_co | None = None
+    """What was observed last. It may have changed since. None if nothing was."""
+    error: str = field(default="", compare=False)
+    """The error of the last request."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """The store answers again. Observers of changes get this after `Unreachable`, and then what has
+    changed meanwhile."""
+
+    since: float
+    """When it answered, on the wall clock of the observer, in seconds since 1970."""
 
 
 MemberState = Literal["up", "unhealthy", "draining"]

@@ -39,8 +39,7 @@ from doyen.manage.members import (
     MemberOptions,
     MemberSettings,
     Registration,
-    Roster,
-    changes,
+    RosterChanges,
     observe_members,
     read_members,
 )
@@ -50,7 +49,17 @@ from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
 from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
 from doyen.manage.shards.scopes import OwnerOptions, Owning, ShardSet
-from doyen.model import Candidate, Kind, Leader, Line, Member, MemberChange, Published
+from doyen.model import (
+    Candidate,
+    Kind,
+    Leader,
+    Line,
+    Member,
+    MemberChange,
+    Published,
+    Reachable,
+    Unreachable,
+)
 from doyen.stores.choice import choose_store
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
@@ -169,6 +178,13 @@ class Session:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def as_of(self) -> float | None:
+        """When the store was last known to answer, on the wall clock, in seconds since 1970. What
+        observers of this session have got was current then. While there is an observer, the store
+        is asked at least three times per ttl."""
+        return self._opened.calls.reachability.as_of
 
     @property
     def _opened(self) -> SessionCore:
@@ -321,18 +337,21 @@ class Session:
 
     def observe(
         self, election: str, *, kind: Kind = "elections"
-    ) -> AsyncGenerator[Leader | None, None]:
+    ) -> AsyncGenerator[Leader | Unreachable[Leader] | None, None]:
         """The current leader, then every change; None while there is none. An observer that is more
         than 64 changes behind misses the oldest.
 
         async for leader in session.observe("billing"):
-            print(leader.name if leader else "no leader")
+            print(leader.name if leader else "no leader is known")
+
+        When the store has not answered for a ttl, `Unreachable` with the leader that was known last
+        is yielded, and the leader again when the store answers. So it is for every `observe_…`.
         """
         return self._observe(lambda core, deliver: observe_leader(core, election, kind, deliver))
 
     def observe_line(
         self, election: str, *, kind: Kind = "elections"
-    ) -> AsyncGenerator[Line, None]:
+    ) -> AsyncGenerator[Line | Unreachable[Line], None]:
         """The current leader and line, then every change.
 
         async for line in session.observe_line("billing"):
@@ -360,7 +379,7 @@ class Session:
 
     async def observe_members(
         self, group: str, *, suspect: bool = True
-    ) -> AsyncGenerator[MemberChange, None]:
+    ) -> AsyncGenerator[MemberChange | Unreachable[tuple[Member, ...]] | Reachable, None]:
         """Each live member as `joined`, then every change of the group. A slow observer misses what
         was changed back meanwhile, but never the present state.
 
@@ -370,16 +389,15 @@ class Session:
         With `suspect` the list is also read about three times per ttl, to notice renewals that are
         late.
         """
-        before: Roster | None = None
+        seen = RosterChanges(self._opened)
 
-        def observing(core: SessionCore, deliver: Callable[[Roster], None]) -> Any:
+        def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
             return observe_members(core, group, deliver, suspect=suspect)
 
         async with contextlib.aclosing(self._observe(observing, 1)) as rosters:
             async for roster in rosters:
-                for change in changes(before, roster):
+                for change in seen.of(roster):
                     yield change
-                before = roster
 
     def publisher(self, group: str, term: Term, *, settle_s: float | None = None) -> Publishing:
         """As the leader, publish the members of `group` for the duration of a scope.
@@ -396,7 +414,9 @@ class Session:
         """The members of a group as its leader published them last; None if none did."""
         return await self._run(read_published, group)
 
-    def observe_published(self, group: str) -> AsyncGenerator[Published | None, None]:
+    def observe_published(
+        self, group: str
+    ) -> AsyncGenerator[Published | Unreachable[Published] | None, None]:
         """The published list, then every change.
 
         async for published in session.observe_published("workers"):
@@ -442,7 +462,7 @@ class Session:
         """
         return await self._run(read_map, shards)
 
-    def observe_shards(self, shards: str) -> AsyncGenerator[ShardMap, None]:
+    def observe_shards(self, shards: str) -> AsyncGenerator[ShardMap | Unreachable[ShardMap], None]:
         """The map of a set of shards, then every change.
 
         async for shard_map in session.observe_shards("jobs"):
@@ -459,7 +479,9 @@ class Session:
         """
         return await self._run(read_inventory, kinds or INVENTORY_KINDS)
 
-    def observe_inventory(self, *kinds: InventoryKind) -> AsyncGenerator[Inventory, None]:
+    def observe_inventory(
+        self, *kinds: InventoryKind
+    ) -> AsyncGenerator[Inventory | Unreachable[Inventory], None]:
         """Everything that the store has, then again after every change. Changes that come together
         are delivered as one, and a slow observer gets the latest state only.
 
@@ -467,7 +489,7 @@ class Session:
             print(len(seen.elections), len(seen.locks))
         """
 
-        def observing(core: SessionCore, deliver: Callable[[Inventory], None]) -> Any:
+        def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
             return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
 
         return self._observe(observing, 1)

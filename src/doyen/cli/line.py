@@ -19,9 +19,10 @@ from doyen.cli._output import (
     printable,
     store_url,
 )
-from doyen.cli._screen import View, now, print_view, screen
+from doyen.cli._screen import View, print_view, show_stream
 from doyen.cli.leader import as_dict, leader_text
-from doyen.model import Kind, Line
+from doyen.errors import StoreUnavailable
+from doyen.model import Kind, Line, Unreachable
 from doyen.session import connect
 
 MANUAL = """\
@@ -29,7 +30,8 @@ Shows the line of an election in the order in which candidates will lead: by pri
 arrival. The leader keeps its place in the line, so a candidate of higher priority may wait ahead of
 it. Candidates with the recipe "race" have no ticket and are not shown until they lead.
 
-With --watch the line is shown again after every change, until Ctrl-C; nothing is polled.
+With --watch the line is shown again after every change, until Ctrl-C. If the store does not answer
+for a ttl, that is shown, with the line that was known last.
 
 exit codes:
   0    the election has a leader or a candidate; with --watch, ended by Ctrl-C
@@ -67,17 +69,21 @@ async def _once(url: str, election: str, kind: Kind) -> Line:
         connect(url, create=False) as session,
         aclosing(session.observe_line(election, kind=kind)) as lines,
     ):
-        return await anext(lines)
+        line = await anext(lines)
+    if isinstance(line, Unreachable):
+        raise StoreUnavailable(line.error)
+    return line
 
 
 async def _watch(url: str, election: str, kind: Kind, as_json: bool) -> None:
     async with connect(url, create=False) as session:
-        with screen() as show:
-            async for line in session.observe_line(election, kind=kind):
-                if as_json:
-                    print_json({"at": now(), **_as_dict(election, line, kind)})
-                else:
-                    show(_view(election, line, kind))
+        await show_stream(
+            session,
+            session.observe_line(election, kind=kind),
+            lambda line: _view(election, line, kind),
+            lambda line: _as_dict(election, line or Line(None), kind),
+            as_json=as_json,
+        )
 
 
 def _table(line: Line) -> Table:

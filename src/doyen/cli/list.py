@@ -19,7 +19,7 @@ from doyen.cli._output import (
     printable,
     store_url,
 )
-from doyen.cli._screen import View, now, print_view, screen
+from doyen.cli._screen import View, print_view, show_stream
 from doyen.cli.leader import leader_dict
 from doyen.cli.members import member_dict
 from doyen.errors import ConfigError
@@ -40,8 +40,9 @@ Shows everything that a store has, or only the kinds that are named: elections, 
 barriers, groups, shards, configs. An election or a lock is shown while somebody has it or waits for
 it.
 
-With --watch it is shown again after every change, until Ctrl-C. With --json each state is a JSON
-object on a line of its own.
+With --watch it is shown again after every change, until Ctrl-C. If the store does not answer for a
+ttl, that is shown, with what was known last. With --json each state is a JSON object on a line of
+its own.
 
 exit codes:
   0    the store has something of these kinds; with --watch, ended by Ctrl-C
@@ -90,12 +91,13 @@ async def _once(url: str, kinds: Sequence[InventoryKind]) -> Inventory:
 
 async def _watch(url: str, kinds: Sequence[InventoryKind], as_json: bool) -> None:
     async with connect(url, create=False) as session:
-        with screen() as show:
-            async for seen in session.observe_inventory(*kinds):
-                if as_json:
-                    print_json({"at": now(), **as_dict(seen, kinds)})
-                else:
-                    show(view(seen))
+        await show_stream(
+            session,
+            session.observe_inventory(*kinds),
+            view,
+            lambda seen: as_dict(seen or Inventory(), kinds),
+            as_json=as_json,
+        )
 
 
 def view(seen: Inventory) -> View:

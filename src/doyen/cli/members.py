@@ -19,8 +19,9 @@ from doyen.cli._output import (
     printable,
     store_url,
 )
+from doyen.cli._screen import lost_text
 from doyen.errors import ConfigError
-from doyen.model import Member, MemberChange
+from doyen.model import Member, MemberChange, Reachable, Unreachable
 from doyen.session import connect
 
 MANUAL = """\
@@ -28,8 +29,9 @@ Reads the members of a group from the store and prints them in the order of thei
 the number of seconds since a member's last renewal, on stores that tell. A member is suspected when
 its renewals are late, and gone when its lease has ended.
 
-With --watch each member is printed as joined, and then every change, until Ctrl-C. With --json each
-change is a JSON object on a line of its own.
+With --watch each member is printed as joined, and then every change, until Ctrl-C; also that the
+store does not answer, after a ttl, and that it answers again. With --json each change is a JSON
+object on a line of its own.
 
 With --prometheus the output is what Prometheus reads from files and over HTTP (http_sd_config): the
 members whose meta has an "address", with their name, state and the texts and numbers of their meta
@@ -80,17 +82,35 @@ async def _watch(url: str, group: str, as_json: bool) -> None:
             at = datetime.now().astimezone()
             if as_json:
                 seen = {"at": at.isoformat(timespec="milliseconds"), "group": group}
-                member = {**member_dict(change.member), "silent_s": change.silent_s}
-                print_json({**seen, "change": change.kind, "member": member})
+                print_json({**seen, **change_dict(change)})
             else:
                 out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], change_text(change))
 
 
-def change_text(change: MemberChange) -> str:
+Change = MemberChange | Unreachable[tuple[Member, ...]] | Reachable
+
+
+def change_dict(change: Change) -> dict[str, Any]:
+    """A change as `--json` prints it."""
+    if isinstance(change, Unreachable):
+        last = [member_dict(each) for each in change.last or ()]
+        why = {"unreachable_since": change.since, "error": change.error}
+        return {"change": "unreachable", **why, "members": last}
+    if isinstance(change, Reachable):
+        return {"change": "reachable", "since": change.since}
+    member = {**member_dict(change.member), "silent_s": change.silent_s}
+    return {"change": change.kind, "member": member}
+
+
+def change_text(change: Change) -> str:
     """
     >>> change_text(MemberChange("suspected", Member("w1", 7), 3.21))
     'w1 suspected, silent for 3.2 s, incarnation 7'
     """
+    if isinstance(change, Unreachable):
+        return lost_text(change, f"{len(change.last or ())} members")
+    if isinstance(change, Reachable):
+        return "the store answers again"
     member = change.member
     state = f", {member.state}" if member.state != "up" else ""
     reason = f" ({printable(member.reason)})" if member.reason else ""

@@ -98,7 +98,7 @@ async def _successor(session: Session, old: Leader) -> Leader | None:
             aclosing(session.observe(old.election, kind=old.kind)) as leaders,
         ):
             async for leader in leaders:
-                if leader is not None and leader.token != old.token:
+                if leader and leader.token != old.token:
                     return leader
     except TimeoutError:
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from datetime import datetime
 from typing import Any
 
 from doyen.blocking import connect_blocking
@@ -20,8 +19,9 @@ from doyen.cli._output import (
     printable,
     store_url,
 )
+from doyen.cli._screen import View, print_view, show_stream
 from doyen.errors import ConfigError
-from doyen.manage.shards.routing import ShardMap
+from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.scopes import BlockingShardSet
 from doyen.session import connect
 
@@ -182,24 +182,27 @@ def _spec(args: argparse.Namespace, spec: dict[str, Any]) -> int:
 
 async def _watch(url: str, args: argparse.Namespace) -> None:
     async with connect(url, create=False) as session:
-        async for seen in session.observe_shards(args.shards):
-            if not args.json:
-                console().print(datetime.now().astimezone().isoformat(timespec="milliseconds"))
-            _show(args, seen)
+        await show_stream(
+            session,
+            session.observe_shards(args.shards),
+            _view,
+            lambda seen: as_dict(seen or map_of(args.shards, None)),
+            as_json=args.json,
+        )
 
 
 def _show(args: argparse.Namespace, seen: ShardMap) -> int:
     if args.json:
         print_json(as_dict(seen))
     else:
-        out = console()
-        out.print(_title(seen))
-        if seen.members:
-            out.print()
-            out.print(_table(seen))
-        for line in _notable(seen):
-            out.print(line)
+        print_view(console(), _view(seen))
     return Exit.DONE if seen.open and seen.owners and "" not in seen.owners else Exit.NO
+
+
+def _view(seen: ShardMap) -> View:
+    notable = "\n".join(_notable(seen))
+    parts = [_table(seen) if seen.members else "", notable]
+    return View(_title(seen), [part for part in parts if part])
 
 
 def _title(seen: ShardMap) -> str:

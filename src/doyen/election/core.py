@@ -162,7 +162,7 @@ class SessionCore:
         self.telemetry = telemetry
         self.runtime = runtime
         self.tasks = BackgroundTasks()
-        self.calls = StoreCalls(store, timing, runtime.random)
+        self.calls = StoreCalls(store, timing, runtime.random, runtime.clock, self.tasks)
         self.call = self.calls.call
         self.leases = LeaseKeeper(self.calls, timing_of, runtime, telemetry, self.tasks)
         self.deletions = Deletions(self.calls, self.leases, self.tasks)

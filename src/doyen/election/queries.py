@@ -6,13 +6,23 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from doyen.election.core import SessionCore
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.lease.keeper import StoreCalls
-from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, leader_key, line_key
+from doyen.model import (
+    Candidate,
+    Claim,
+    Entry,
+    Kind,
+    Leader,
+    Line,
+    Unreachable,
+    leader_key,
+    line_key,
+)
 from doyen.stores.port import Watch
 
 __all__ = [
@@ -45,42 +55,74 @@ async def read_line(core: SessionCore, election: str, kind: Kind = "elections") 
 
 
 async def observe_leader(
-    core: SessionCore, election: str, kind: Kind, deliver: Callable[[Leader | None], None]
+    core: SessionCore,
+    election: str,
+    kind: Kind,
+    deliver: Callable[[Leader | Unreachable[Leader] | None], None],
 ) -> None:
-    """Deliver the current leader, then every change, until cancelled.
-
-    While the store is unavailable nothing is delivered.
-    """
+    """Deliver the current leader, then every change, until cancelled."""
     scopes = [leader_key(election, kind)]
-    await observe(core.calls, scopes, lambda: read_leader(core, election, kind), deliver)
+    untyped: Callable[[Any], None] = deliver  # `last` is a leader or None either way
+    await observe(core.calls, scopes, lambda: read_leader(core, election, kind), untyped)
 
 
 async def observe_line(
-    core: SessionCore, election: str, kind: Kind, deliver: Callable[[Line], None]
+    core: SessionCore,
+    election: str,
+    kind: Kind,
+    deliver: Callable[[Line | Unreachable[Line]], None],
 ) -> None:
     """The same for the leader and the line."""
     scopes = [leader_key(election, kind), line_key(election, kind)]
     await observe(core.calls, scopes, lambda: read_line(core, election, kind), deliver)
 
 
+class _Observation(Generic[T]):
+    """What one observer has delivered, and whether it is still known to be current."""
+
+    def __init__(self, key: str, deliver: Callable[[T | Unreachable[T]], None]) -> None:
+        self.key = key
+        self.changed = asyncio.Event()
+        self._deliver = deliver
+        self._delivered: list[T] = []
+        self._unreachable = False
+
+    def read(self, current: T) -> None:
+        """Deliver what was read, if that is new, or if the store was unreachable meanwhile."""
+        if self._unreachable or self._delivered != [current]:
+            self._unreachable = False
+            self._delivered = [current]
+            self._deliver(current)
+
+    def unreachable(self, since: float, error: str) -> None:
+        self._unreachable = True
+        self._deliver(Unreachable(since, self._delivered[0] if self._delivered else None, error))
+
+    def reachable(self) -> None:
+        self.changed.set()
+
+
 async def observe(
     calls: StoreCalls,
     scopes: list[str],
     read: Callable[[], Awaitable[T]],
-    deliver: Callable[[T], None],
+    deliver: Callable[[T | Unreachable[T]], None],
     *,
     settle_s: float = 0.0,
     due: Callable[[T], float | None] = lambda _: None,
 ) -> None:
     """Deliver what `read` returns, and again whenever it differs after a change in `scopes`.
 
-    After a change it waits until nothing has changed for `settle_s` before it reads, so that many
-    changes at the same time cost one read. It waits `LONGEST_SETTLE` times as long at most. `due`
-    returns the seconds after which to read again although nothing has changed.
+    When the store has not answered for a ttl, `Unreachable` is delivered, and what is read then
+    once it answers again. After a change it waits until nothing has changed for `settle_s` before
+    it reads, so that many changes at the same time cost one read. It waits `LONGEST_SETTLE` times
+    as long at most. `due` returns the seconds after which to read again although nothing has
+    changed.
     """
-    changed = asyncio.Event()
-    delivered: list[T] = []
+    observation = _Observation(scopes[0], deliver)
+    changed = observation.changed
     watches: list[Watch] = []
+    calls.reachability.join(observation)
     try:
         while True:
             try:
@@ -93,15 +135,14 @@ async def observe(
                 log.debug("%s", log_line(event="observing_failed", key=scopes[0], error=error))
                 await asyncio.sleep(calls.retry_pause())
                 continue
-            if delivered != [current]:
-                delivered = [current]
-                deliver(current)
+            observation.read(current)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due(current)):
                     await changed.wait()
                     if settle_s:
                         await _settled(changed, settle_s)
     finally:
+        calls.reachability.leave(observation)
         for watch in watches:
             watch.close()
 

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from doyen.blocking import BlockingSession
 from doyen.errors import ConfigError, SessionClosed
-from doyen.model import Leader
+from doyen.model import Leader, Unreachable
 from doyen.session import Session
 from doyen.term import Term
 
@@ -147,7 +147,8 @@ class LeaderView:
         async def observe() -> None:
             with contextlib.suppress(SessionClosed):
                 async for leader in session.observe(self.election):
-                    self.observed(leader)
+                    if not isinstance(leader, Unreachable):  # the last known one may still lead
+                        self.observed(leader)
 
         observing = asyncio.create_task(observe())
         try:
@@ -164,7 +165,8 @@ class LeaderView:
         def observe() -> None:
             with contextlib.suppress(SessionClosed):
                 for leader in session.observe(self.election):
-                    self.observed(leader)
+                    if not isinstance(leader, Unreachable):
+                        self.observed(leader)
 
         threading.Thread(target=observe, name="doyen-leader-view", daemon=True).start()
         try:

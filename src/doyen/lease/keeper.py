@@ -13,18 +13,19 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from doyen._waiting import BackgroundTasks
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
+from doyen.lease.clock import Clock
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.stores.port import Store
 
-__all__ = ["CALLS_AT_ONCE", "LeaseKeeper", "StoreCalls"]
+__all__ = ["CALLS_AT_ONCE", "LeaseKeeper", "Observer", "Reachability", "StoreCalls"]
 
 log = logging.getLogger("doyen")
 T = TypeVar("T")
@@ -41,11 +42,20 @@ class StoreCalls:
     wait for other calls.
     """
 
-    def __init__(self, store: Store, timing: Timing, spread: random.Random) -> None:
+    def __init__(
+        self,
+        store: Store,
+        timing: Timing,
+        spread: random.Random,
+        clock: Clock,
+        tasks: BackgroundTasks,
+    ) -> None:
         self.store = store
         self.timing = timing
         """Of the session's leases. Replaced if the store grants another ttl than was requested."""
+        self.reachability = Reachability(self, clock, tasks)
         self._random = spread
+        self._clock = clock
         self._admission = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def call(self, request: Awaitable[T]) -> T:
@@ -58,9 +68,12 @@ class StoreCalls:
             await self._wait_for_admission(request)
         else:
             await self._admission.acquire()  # returns at once
+        sent_at = self._clock.now()
         try:
             async with asyncio.timeout(self.timing.request_timeout_s):
-                return await request
+                answer = await request
+            self.reachability.answered(sent_at)
+            return answer
         except TimeoutError as error:
             raise OutcomeUnknown(
                 f"the store did not answer within {self.timing.request_timeout_s:g} s"
@@ -89,6 +102,130 @@ class StoreCalls:
     def retry_pause(self) -> float:
         """How many seconds to wait before a failed request is retried."""
         return self.timing.retry_pause_s(self._random.uniform(-1, 1))
+
+
+class Observer(Protocol):
+    """Whoever wants to know whether the store answers."""
+
+    @property
+    def key(self) -> str:
+        """A key that may be read to find out."""
+        ...
+
+    def unreachable(self, since: float, error: str) -> None:
+        """The store has not answered for a ttl. It last answered at `since`, on the wall clock."""
+        ...
+
+    def reachable(self) -> None:
+        """The store answers again."""
+        ...
+
+
+class Reachability:
+    """Whether the store answers, checked for as long as somebody observes.
+
+    Notifications of a watch do not tell whether the store can still send them. So while there are
+    observers, and no other call was answered for a third of the ttl, one key of one of them is
+    read, of each in turn. If no call that was sent within the last ttl is answered, every observer
+    is told that the store is unreachable, and is told when it answers again.
+    """
+
+    def __init__(self, calls: StoreCalls, clock: Clock, tasks: BackgroundTasks) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._tasks = tasks
+        self._observers: dict[Observer, None] = {}
+        self._checking: asyncio.Task[None] | None = None
+        self._answered_at: float | None = None
+        self._began_at = 0.0
+        self._error = ""
+        self.lost = False
+        """Observers have been told that the store is unreachable."""
+
+    @property
+    def as_of(self) -> float | None:
+        """When the last call that was answered had been sent, on the wall clock; None if there is
+        none. Any thread."""
+        answered_at = self._answered_at
+        if answered_at is None:
+            return None
+        return self._clock.wall() - (self._clock.now() - answered_at)
+
+    def answered(self, sent_at: float) -> None:
+        """A call that was sent at this time, on the boot-time clock, was answered."""
+        if self._answered_at is None or sent_at > self._answered_at:
+            self._answered_at = sent_at
+        if self.lost and self._clock.now() - self._answered_at < self._calls.timing.ttl_s:
+            self.lost = False
+            for observer in list(self._observers):
+                observer.reachable()
+
+    def join(self, observer: Observer) -> None:
+        """Tell this observer from now on."""
+        self._observers[observer] = None
+        if self.lost:
+            self._tell(observer)
+        if self._checking is None or self._checking.done():
+            self._began_at = self._clock.now()
+            self._checking = self._tasks.start(self._check())
+
+    def leave(self, observer: Observer) -> None:
+        self._observers.pop(observer, None)
+        if not self._observers and self._checking is not None:
+            self._checking.cancel()
+            self._checking = None
+            self.lost = False
+
+    async def _check(self) -> None:
+        failed_after = -1.0
+        """The last answer before a check failed."""
+        while True:
+            timing, last = self._calls.timing, self._last
+            idle_s = last + timing.ttl_s / 3 - self._clock.now()
+            if idle_s > 0 and not self.lost:
+                await asyncio.sleep(idle_s)
+                continue
+            left_s = self._left_s
+            if left_s <= 0 and failed_after == last and not self.lost:
+                self.lost = True
+                for observer in list(self._observers):
+                    self._tell(observer)
+            try:
+                async with asyncio.timeout(left_s if left_s > 0 else None):
+                    await self._read()
+                continue
+            except (OutcomeUnknown, StoreUnavailable) as error:
+                self._error = str(error)
+            except TimeoutError:
+                self._error = self._error or "the store does not answer"
+            except StoreError as error:
+                # Each observer finds out by its own calls.
+                log.debug("%s", log_line(event="check_failed", error=error))
+                await asyncio.sleep(timing.ttl_s / 3)
+                continue
+            failed_after = last
+            pause_s, left_s = self._calls.retry_pause(), self._left_s
+            if self.lost or left_s > 0:
+                await asyncio.sleep(pause_s if self.lost else min(pause_s, left_s))
+
+    @property
+    def _left_s(self) -> float:
+        """How long the store may still take to answer."""
+        return self._last + self._calls.timing.ttl_s - self._clock.now()
+
+    @property
+    def _last(self) -> float:
+        """The last answer; before the first, since when there have been observers."""
+        return max(self._began_at, self._answered_at or 0.0)
+
+    async def _read(self) -> None:
+        observer = next(iter(self._observers))
+        self._observers[observer] = self._observers.pop(observer)  # to the end
+        await self._calls.call(self._calls.store.get(observer.key))
+
+    def _tell(self, observer: Observer) -> None:
+        now = self._clock.now()
+        observer.unreachable(self._clock.wall() - (now - self._last), self._error)
 
 
 class LeaseKeeper:

@@ -31,7 +31,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.lease.keeper import StoreCalls
-from doyen.model import Entry, encode_json
+from doyen.model import Entry, Unreachable, encode_json
 
 __all__ = ["Document", "Versioned"]
 
@@ -66,6 +66,9 @@ class Versioned(NamedTuple):
             )
         body = {name: value for name, value in raw.items() if name not in _ENVELOPE}
         return cls(body, version, identity, token, entry)
+
+
+Observed = Versioned | BadDocument | None
 
 
 class Document:
@@ -161,13 +164,16 @@ class Document:
         return value
 
     async def observe(
-        self, deliver: Callable[[Versioned | BadDocument | None, bool], None]
+        self,
+        deliver: Callable[[Versioned | BadDocument | None, bool], None],
+        unreachable: Callable[[Unreachable[Any]], None] = lambda _: None,
     ) -> None:
         """Deliver the current version, then every change, until cancelled.
 
         The second argument is True if the document went back: a confirmed write has been lost, or
         (with `linearizable_reads` false) an outdated replica has answered. Changes that follow one
-        another closely are delivered as one. While the store is unavailable nothing is delivered.
+        another closely are delivered as one. When the store has not answered for a ttl,
+        `unreachable` is called, and the document is delivered once more when it answers again.
         """
         last: Versioned | None = None
 
@@ -180,8 +186,11 @@ class Document:
 
         bad: BadDocument | None = None
 
-        def changed(now: Versioned | BadDocument | None) -> None:
+        def changed(now: Observed | Unreachable[Observed]) -> None:
             nonlocal last, bad
+            if isinstance(now, Unreachable):
+                unreachable(now)
+                return
             bad = now if isinstance(now, BadDocument) else None
             before = last
             if isinstance(now, BadDocument):

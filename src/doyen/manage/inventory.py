@@ -22,7 +22,7 @@ from doyen.errors import BadDocument, ConfigError
 from doyen.manage.documents import Versioned
 from doyen.manage.members import Roster, roster_of
 from doyen.manage.shards.routing import ShardMap, map_of
-from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member
+from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member, Unreachable
 
 __all__ = [
     "INVENTORY_KINDS",
@@ -142,7 +142,7 @@ async def read_inventory(
 
 async def observe_inventory(
     core: SessionCore,
-    deliver: Callable[[Inventory], None],
+    deliver: Callable[[Inventory | Unreachable[Inventory]], None],
     kinds: Iterable[InventoryKind] = INVENTORY_KINDS,
     *,
     settle_s: float = SETTLE_S,
@@ -151,11 +151,24 @@ async def observe_inventory(
     until cancelled. After a change, only its kind is read again."""
     chosen = _checked(kinds)
     parts: dict[str, Mapping[str, Any]] = {}
+    last: Inventory | None = None
+    unreachable = False
 
-    def changed(kind: InventoryKind, part: Mapping[str, Any]) -> None:
+    def changed(
+        kind: InventoryKind, part: Mapping[str, Any] | Unreachable[Mapping[str, Any]]
+    ) -> None:
+        nonlocal last, unreachable
+        if isinstance(part, Unreachable):
+            if not unreachable:
+                unreachable = True
+                parts.clear()  # each is read again before the next inventory
+                deliver(Unreachable(part.since, last, part.error))
+            return
         parts[kind] = part
         if len(parts) == len(chosen):
-            deliver(Inventory(**parts, as_of=core.runtime.clock.wall()))
+            unreachable = False
+            last = Inventory(**parts, as_of=core.runtime.clock.wall())
+            deliver(last)
 
     async def observe_kind(kind: InventoryKind) -> None:
         prefix = _PREFIX.get(kind, kind)

@@ -43,6 +43,8 @@ from doyen.model import (
     MemberChange,
     MemberState,
     Meta,
+    Reachable,
+    Unreachable,
     encode_json,
     member_key,
     members_key,
@@ -57,6 +59,7 @@ __all__ = [
     "MemberView",
     "Registration",
     "Roster",
+    "RosterChanges",
     "changes",
     "observe_members",
     "read_members",
@@ -671,7 +674,11 @@ def roster_of(entries: Iterable[Entry], at: float) -> Roster:
 
 
 async def observe_members(
-    core: SessionCore, group: str, deliver: Callable[[Roster], None], *, suspect: bool = True
+    core: SessionCore,
+    group: str,
+    deliver: Callable[[Roster | Unreachable[Roster]], None],
+    *,
+    suspect: bool = True,
 ) -> None:
     """Deliver the members of a group, then every change, until cancelled.
 
@@ -685,6 +692,28 @@ async def observe_members(
         settle_s=SETTLE_S,
         due=lambda roster: roster.recheck_s if suspect else None,
     )
+
+
+class RosterChanges:
+    """Makes changes of what an observer of a group sees."""
+
+    def __init__(self, core: SessionCore) -> None:
+        self._clock = core.runtime.clock
+        self._before: Roster | None = None
+        self._unreachable = False
+
+    def of(
+        self, seen: Roster | Unreachable[Roster]
+    ) -> list[MemberChange | Unreachable[tuple[Member, ...]] | Reachable]:
+        """What has changed since the last time."""
+        if isinstance(seen, Unreachable):
+            self._unreachable = True
+            last = None if seen.last is None else tuple(seen.last.members.values())
+            return [Unreachable(seen.since, last, seen.error)]
+        back = [Reachable(self._clock.wall())] if self._unreachable else []
+        self._unreachable = False
+        before, self._before = self._before, seen
+        return [*back, *changes(before, seen)]
 
 
 def changes(before: Roster | None, now: Roster) -> list[MemberChange]:

@@ -31,7 +31,7 @@ from doyen.events import PublishFailed
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.members import Roster, read_members
-from doyen.model import Member, Published, members_key, published_key
+from doyen.model import Member, Published, Unreachable, members_key, published_key
 from doyen.stores.port import Watch
 from doyen.term import Term
 
@@ -185,13 +185,19 @@ async def read_published(core: SessionCore, group: str) -> Published | None:
 
 
 async def observe_published(
-    core: SessionCore, group: str, deliver: Callable[[Published | None], None]
+    core: SessionCore,
+    group: str,
+    deliver: Callable[[Published | Unreachable[Published] | None], None],
 ) -> None:
     """Deliver the published list, then every change, until cancelled. A list that cannot be read is
     not delivered: the last good one stays in force."""
 
+    last: Published | None = None
+
     def changed(document: Versioned | BadDocument | None, regressed: bool) -> None:
+        nonlocal last
         if document is None:
+            last = None
             deliver(None)
         elif isinstance(document, Versioned):
             try:
@@ -199,6 +205,7 @@ async def observe_published(
             except BadDocument as error:
                 bad(error)
             else:
+                last = published
                 deliver(published)
         else:
             bad(document)
@@ -206,4 +213,7 @@ async def observe_published(
     def bad(error: BadDocument) -> None:
         core.telemetry.emit(PublishFailed(group=group, error=str(error)))
 
-    await Document(core.calls, published_key(group)).observe(changed)
+    def unreachable(seen: Unreachable[Any]) -> None:
+        deliver(Unreachable(seen.since, last, seen.error))
+
+    await Document(core.calls, published_key(group)).observe(changed, unreachable)

@@ -20,7 +20,7 @@ from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
-from doyen.model import Entry, Leader, shards_key
+from doyen.model import Entry, Leader, Unreachable, shards_key
 from doyen.session import Session
 
 BROKERS = ("broker1", "broker2", "broker3")
@@ -52,7 +52,8 @@ class BrokerCluster:
             async with session.own_shards(TOPIC, self._lead, name=name) as owned:
                 self.owned[name] = owned
                 async for current in session.observe_shards(TOPIC):
-                    self.maps[name] = current
+                    if not isinstance(current, Unreachable):
+                        self.maps[name] = current
 
         self.world.start(name, run)
 
@@ -69,7 +70,7 @@ class BrokerCluster:
         async def run(session: Session) -> None:
             await session.shards(TOPIC).configure(count=PARTITIONS, min_members=len(BROKERS))
             async for leader in session.observe(group_of(TOPIC)):
-                if leader is not None:
+                if leader:
                     self.controllers.append(leader)
                     self.world.record(leader.name, f"is the controller, epoch {leader.token}")
 

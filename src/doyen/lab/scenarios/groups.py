@@ -16,7 +16,7 @@ from doyen.lab.scenarios.oracle import ManagementOracle
 from doyen.lab.scenarios.store_world import TTL_S, StoreWorld, run_store_world
 from doyen.lab.scenarios.transcript import Transcript, listed
 from doyen.manage.members import GroupMember
-from doyen.model import Leader, MemberChange, Published, published_key
+from doyen.model import Leader, MemberChange, Published, Unreachable, published_key
 from doyen.session import Session
 from doyen.term import Term
 
@@ -99,24 +99,26 @@ class Group:
     def observe_members(self) -> None:
         async def run(session: Session) -> None:
             async for change in session.observe_members(GROUP):
-                self.changes.append((self.world.now, change))
-                self.world.record("client", f"is notified: {described(change)}")
+                if isinstance(change, MemberChange):
+                    self.changes.append((self.world.now, change))
+                    self.world.record("client", f"is notified: {described(change)}")
 
         self.world.start("client", run)
 
     def observe_leader(self) -> None:
         async def run(session: Session) -> None:
             async for leader in session.observe(GROUP):
-                self.leaders.append(leader)
-                who = "nobody leads" if leader is None else f"{leader.name} leads"
-                self.world.record("client", f"is notified: {who}")
+                if not isinstance(leader, Unreachable):
+                    self.leaders.append(leader)
+                    who = "nobody leads" if leader is None else f"{leader.name} leads"
+                    self.world.record("client", f"is notified: {who}")
 
         self.world.start("client", run)
 
     def observe_list(self) -> None:
         async def run(session: Session) -> None:
             async for published in session.observe_published(GROUP):
-                if published is not None:
+                if published:
                     self.lists.append(published)
                     names = listed([each.name for each in published.members])
                     age = "an older list" if published.regressed else "the list"

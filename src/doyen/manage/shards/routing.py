@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from doyen.election.core import SessionCore
 from doyen.errors import BadDocument, DoyenError
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards.plan import NO_MEMBER, Move, PlannedMember, ShardPlan
-from doyen.model import shards_key
+from doyen.model import Unreachable, shards_key
 
 __all__ = ["Route", "ShardMap", "observe_map", "read_map", "shard_of"]
 
@@ -110,12 +110,21 @@ async def read_map(core: SessionCore, name: str) -> ShardMap:
     return map_of(name, await Document(core.calls, shards_key(name, "plan")).read())
 
 
-async def observe_map(core: SessionCore, name: str, deliver: Callable[[ShardMap], None]) -> None:
+async def observe_map(
+    core: SessionCore, name: str, deliver: Callable[[ShardMap | Unreachable[ShardMap]], None]
+) -> None:
     """Deliver the current map, then every change, until cancelled. A plan that cannot be read is
     passed over: the last map stays in force."""
 
-    def changed(version: Versioned | BadDocument | None, regressed: bool) -> None:
-        if not isinstance(version, BadDocument):
-            deliver(map_of(name, version, regressed=regressed))
+    last: ShardMap | None = None
 
-    await Document(core.calls, shards_key(name, "plan")).observe(changed)
+    def changed(version: Versioned | BadDocument | None, regressed: bool) -> None:
+        nonlocal last
+        if not isinstance(version, BadDocument):
+            last = map_of(name, version, regressed=regressed)
+            deliver(last)
+
+    def unreachable(seen: Unreachable[Any]) -> None:
+        deliver(Unreachable(seen.since, last, seen.error))
+
+    await Document(core.calls, shards_key(name, "plan")).observe(changed, unreachable)
