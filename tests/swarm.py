@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -37,6 +37,20 @@ ROUGH = Odds(late=0.05, lost=0.03, unanswered=0.04, refused=0.03, stray=0.03, de
 
 class SafetyViolated(AssertionError):
     """The oracle's word."""
+
+
+class NotReached(Exception):
+    """Nothing was violated, but what must happen once all is calm has not happened in its bound."""
+
+
+@asynccontextmanager
+async def reached(what: str, within_s: float) -> AsyncIterator[None]:
+    """Around waiting for something that must happen within this time."""
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError:
+        raise NotReached(f"within {within_s:g} s: {what}") from None
 
 
 class Oracle:
@@ -337,8 +351,9 @@ class World:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             try:
                 runner.run(self._stoppable(life))
-            except asyncio.CancelledError:
-                assert self.oracle.violation is not None
+            except (asyncio.CancelledError, NotReached):
+                if self.oracle.violation is None:
+                    raise
         if self.oracle.violation is not None:
             raise self.oracle.violation
 
@@ -353,23 +368,23 @@ def assert_oracle_sees(
     broken: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
     run: Callable[[int], object],
-    seeds: int,
-    *,
-    violations: tuple[type[BaseException], ...] = (SafetyViolated,),
-    harmless: tuple[type[BaseException], ...] = (),
+    seeds: Iterable[int],
+    error: type[SafetyViolated | NotReached] = SafetyViolated,
 ) -> None:
-    """With one rule broken some world ends in a violation; unbroken, the same world does not."""
+    """With one rule broken some world ends with this error; unbroken, the same world does not.
 
-    def violated(seed: int) -> bool:
+    A world that only fails to reach something does not show that a violation is seen.
+    """
+
+    def ends(seed: int) -> type[BaseException] | None:
         try:
             run(seed)
-        except violations:
-            return True
-        except harmless:
-            return False
-        return False
+        except (SafetyViolated, NotReached) as found:
+            return type(found)
+        return None
 
     with monkeypatch.context() as patch:
         broken(patch)
-        seed = next(seed for seed in range(seeds) if violated(seed))
-    assert not violated(seed)
+        seed = next((seed for seed in seeds if ends(seed) is error), None)
+    assert seed is not None, f"no world ended with {error.__name__}"
+    run(seed)

@@ -37,7 +37,16 @@ from doyen.manage.applied import Acknowledgement, Applied, WaitApplied, _Waiting
 from doyen.manage.config import ConfigReader, ConfigStore
 from doyen.manage.documents import Document, Versioned
 from doyen.model import Entry, Version, config_key
-from swarm import TTL_S, Oracle, Process, WatchedServer, World, assert_oracle_sees
+from swarm import (
+    TTL_S,
+    NotReached,
+    Oracle,
+    Process,
+    SafetyViolated,
+    WatchedServer,
+    World,
+    assert_oracle_sees,
+)
 
 NAME, KEEP = "limits", 4
 CURRENT = config_key(NAME, "current")
@@ -356,7 +365,7 @@ class ConfigWorld(World):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             last.task.cancel()
-            self.oracle.object(f"in fair weather: {self.unsettled()}")
+            raise NotReached(f"in fair weather: {self.unsettled()}") from None
 
 
 class Last(Process):
@@ -385,7 +394,7 @@ def run_world(seed: int, *, processes: int = 4, steps: int = 60) -> ConfigWorld:
         await world.end()
         await asyncio.sleep(2 * TTL_S)
         if left := world.oracle.standing():
-            world.oracle.object(f"{left} was left behind")
+            raise NotReached(f"{left} was left behind")
 
     world.watch_over(live())
     return world
@@ -512,19 +521,21 @@ SEEDS = 40
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "error"),
     [
-        current_before_history,
-        acknowledged_without_a_lease,
-        acknowledged_on_a_dead_lease,
-        one_is_ignored,
-        refused_is_applied,
-        versions_skipped,
-        unknown_is_refused,
-        trimmed_too_far,
+        (current_before_history, SafetyViolated),
+        (acknowledged_without_a_lease, SafetyViolated),
+        (acknowledged_on_a_dead_lease, NotReached),
+        (one_is_ignored, SafetyViolated),
+        (refused_is_applied, SafetyViolated),
+        (versions_skipped, SafetyViolated),
+        (unknown_is_refused, SafetyViolated),
+        (trimmed_too_far, SafetyViolated),
     ],
 )
 def test_the_oracle_sees(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[pytest.MonkeyPatch], None],
+    error: type[SafetyViolated | NotReached],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert_oracle_sees(broken, monkeypatch, run_world, SEEDS)
+    assert_oracle_sees(broken, monkeypatch, run_world, range(SEEDS), error)

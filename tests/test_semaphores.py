@@ -22,7 +22,16 @@ from doyen.model import Entry, encode_json, line_key, size_key, slots_key
 from doyen.testing.faults import Faults, LostCall, Stray, Unanswered
 from support import TTL_S as PLACE_TTL_S
 from support import Place, until, virtual
-from swarm import TTL_S, Oracle, Process, SafetyViolated, World, assert_oracle_sees, is_record
+from swarm import (
+    TTL_S,
+    NotReached,
+    Oracle,
+    Process,
+    SafetyViolated,
+    World,
+    assert_oracle_sees,
+    is_record,
+)
 
 REQUEST_S = PLACE_TTL_S / 6
 
@@ -220,11 +229,11 @@ class SemaphoreWorld(World):
         self.calm()
         await asyncio.sleep(self.body_s + 5 * TTL_S)
         if self.oracle.holders() != SLOTS:
-            raise TimeoutError(f"{self.oracle.holders()} hold a slot")
+            raise NotReached(f"{self.oracle.holders()} hold a slot")
         records = [each for each in self.server.list(slots_key("swarm")) if is_record(each.key)]
         tickets = self.server.list(line_key("swarm", "semaphores"))
         if (len(records), len(tickets)) != (SLOTS, len(self.processes) - SLOTS):
-            raise TimeoutError("slots or tickets were left behind")
+            raise NotReached("slots or tickets were left behind")
 
 
 def run_semaphore_world(seed: int, *, candidates: int = 5, steps: int = 30) -> SemaphoreWorld:
@@ -304,12 +313,17 @@ SEEDS = 40
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [another_slot_after_doubt, holders_stay_in_line, taken_slots_are_entered, number_not_agreed],
+    ("broken", "error"),
+    [
+        (another_slot_after_doubt, NotReached),
+        (holders_stay_in_line, NotReached),
+        (taken_slots_are_entered, SafetyViolated),
+        (number_not_agreed, SafetyViolated),
+    ],
 )
 def test_the_oracle_sees(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[pytest.MonkeyPatch], None],
+    error: type[SafetyViolated | NotReached],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert_oracle_sees(
-        broken, monkeypatch, run_semaphore_world, SEEDS, violations=(SafetyViolated, TimeoutError)
-    )
+    assert_oracle_sees(broken, monkeypatch, run_semaphore_world, range(SEEDS), error)

@@ -8,6 +8,7 @@ variants of the code with one rule broken each.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from mutants_shards import (
 )
 from shards_world import ShardWorld
 from support import until
-from swarm import TTL_S, SafetyViolated
+from swarm import TTL_S, NotReached, SafetyViolated, assert_oracle_sees, reached
 
 CALM_S = 20 * TTL_S
 """Within this time after the last fault everything is owned: leases expire, members join again,
@@ -45,16 +46,18 @@ def run_world(seed: int, *, steps: int = 40, barrier: bool | None = None) -> Sha
         world.write_spec()
         world.calm()
         await asyncio.sleep(2 * TTL_S)  # until the leases of processes that crashed have expired
-        await until(world.is_settled, CALM_S)
+        async with reached("every shard is owned as planned", CALM_S):
+            await until(world.is_settled, CALM_S + 1)
         plan, begun = world.current(), world.oracle.begun
         members = {
             name: SeenMember(each.incarnation, each.weight) for name, each in plan.members.items()
         }
         for name, target in targets(plan.count, eligible(world.spec, members)).items():
-            assert target.low <= plan.loads().get(name, 0) <= target.high
+            if not target.low <= (load := plan.loads().get(name, 0)) <= target.high:
+                raise NotReached(f"{name} owns {load} shards")
         await asyncio.sleep(3 * TTL_S)
-        assert world.current() == plan, "something moved although nothing happened"
-        assert world.oracle.begun == begun
+        if world.current() != plan or world.oracle.begun != begun:
+            raise SafetyViolated("something moved although nothing happened")
         await world.end()
 
     world.watch_over(live())
@@ -82,25 +85,24 @@ def test_many_seeds(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "barrier"),
+    ("mutant", "barrier", "error"),
     [
-        (released_early, False),
-        (unclaimed, False),
-        (moves_forgotten, False),
-        (moved_too_much, False),
-        (one_phase, False),
-        (barrier_ignored, True),
-        (never_looks, False),
+        (released_early, False, SafetyViolated),
+        (unclaimed, False, SafetyViolated),
+        (moves_forgotten, False, NotReached),
+        (moved_too_much, False, NotReached),
+        (one_phase, False, NotReached),
+        (barrier_ignored, True, SafetyViolated),
+        (never_looks, False, NotReached),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_the_oracle_sees(mutant: Mutant, barrier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the first seeds break a rule, or do not come to rest. Mutants that need a schedule
-    which hardly occurs by chance are in `test_shards`."""
-    mutant(monkeypatch)
-    for seed in range(12):
-        try:
-            run_world(seed, barrier=barrier)
-        except (SafetyViolated, AssertionError, TimeoutError):
-            return
-    pytest.fail("the oracle saw nothing")
+def test_the_oracle_sees(
+    mutant: Mutant,
+    barrier: bool,
+    error: type[SafetyViolated | NotReached],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutants that need a schedule which hardly occurs by chance are in `test_shards`."""
+    run = partial(run_world, barrier=barrier)
+    assert_oracle_sees(mutant, monkeypatch, run, range(12), error)
