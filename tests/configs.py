@@ -58,6 +58,10 @@ class Follower:
     def versions(self) -> list[Any]:
         return [c.version if isinstance(c, ConfigDocument) else c for c in self.seen]
 
+    @property
+    def documents(self) -> list[int]:
+        return [c.version for c in self.seen if isinstance(c, ConfigDocument)]
+
 
 class Subscriber:
     """Applies in the background: takes `slow_s` for it, and refuses what `refuses` names."""

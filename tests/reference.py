@@ -79,9 +79,20 @@ def stub(where: str, name: str) -> str:
     node = definition(where, name)
     if not isinstance(node, ast.ClassDef):
         return signature(node)
-    between = "\n" if all(isinstance(each, ast.AnnAssign) for each in _public(node)) else "\n\n"
-    members = between.join(_member(each) for each in _public(node))
+    public = [*_public(node), *(each for base in _private_bases(where, node) for each in base)]
+    between = "\n" if all(isinstance(each, ast.AnnAssign) for each in public) else "\n\n"
+    members = between.join(_member(each) for each in public)
     return f"class {name}:\n{textwrap.indent(members, '    ')}"
+
+
+def _private_bases(where: str, node: ast.ClassDef) -> Iterator[Iterator[Function | ast.AnnAssign]]:
+    """What a class has from classes that users do not know."""
+    for base in node.bases:
+        name = ast.unparse(base).partition("[")[0]
+        if name.startswith("_"):
+            private = definition(where, name)
+            assert isinstance(private, ast.ClassDef)
+            yield (each for each in _public(private) if getattr(each, "name", "") != "__init__")
 
 
 def _public(node: ast.ClassDef) -> Iterator[Function | ast.AnnAssign]:
@@ -147,8 +158,8 @@ def options() -> str:
     return table("option", "type", "default", "meaning", rows=rows())
 
 
-def session_options() -> str:
-    node = definition("doyen.session", "ConnectOptions")
+def keywords(where: str, name: str) -> str:
+    node = definition(where, name)
     assert isinstance(node, ast.ClassDef)
     rows = ((f"`{name}`", f"`{kind}`", text) for name, kind, text in explained(node))
     return table("option", "type", "meaning", rows=rows)
@@ -258,17 +269,25 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "session": lambda: stubs(("doyen.session", "Session")),
     "options": options,
-    "session options": session_options,
+    "session options": lambda: keywords("doyen.session", "ConnectOptions"),
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
         ("doyen.model", "Leader"), ("doyen.model", "Candidate"), ("doyen.model", "Line")
     ),
-    "config": lambda: stubs(
-        ("doyen.manage.config_session", "Config"),
-        ("doyen.manage.config_session", "Subscription"),
-        ("doyen.manage.config", "ConfigDocument"),
-        ("doyen.manage.config", "Missed"),
-        ("doyen.manage.config", "Regressed"),
+    "config": lambda: "\n\n".join(
+        [
+            stubs(
+                ("doyen.manage.config_session", "Config"),
+                ("doyen.manage.config_session", "Subscription"),
+                ("doyen.manage.config", "ConfigDocument"),
+                ("doyen.manage.config", "Missed"),
+                ("doyen.manage.config", "Regressed"),
+            ),
+            "Keywords of `Session.config`:",
+            keywords("doyen.manage.config_session", "ConfigOptions"),
+            "Keywords of `set` and `rollback`:",
+            keywords("doyen.manage.config_session", "WriteOptions"),
+        ]
     ),
     "shards": lambda: stubs(
         ("doyen.manage.shards.scopes", "ShardSet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -15,6 +16,8 @@ import pytest
 import doyen
 from candidates import Capture, complaints, following
 from doyen.cli import main
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, open_store
 
 
 @pytest.fixture
@@ -271,3 +274,23 @@ def test_watch_prints_every_version_until_interrupted(store: str) -> None:
         with following("config", "watch", "billing", "--from", "9", "--store", store) as watch:
             lost = "billing was at version 9: the store has lost writes\n"
             assert watch.until("\n").endswith(lost)
+
+
+def test_what_another_program_has_written_is_replaced_by_force(config: Call, store: str) -> None:
+    config("set", "1")
+    config("set", "2")
+
+    async def overwrite() -> None:
+        opened = await open_store(store, Context(SystemClock(), lambda event: None))
+        entry = await opened.get("config/billing/current")
+        assert entry is not None
+        await opened.put(entry.key, b"garbage", if_version=entry.version)
+        await opened.close()
+
+    asyncio.run(overwrite())
+    code, _, err = config("set", "3")
+    assert code != 0
+    assert "doyen config rollback billing VERSION --force" in err
+    assert config("history")[0] == 0
+    assert config("rollback", "1", "--force") == (0, "billing is at version 3\n", "")
+    assert config("get")[1] == "1\n"

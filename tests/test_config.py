@@ -559,8 +559,9 @@ def test_what_is_no_configuration_is_told_once_and_not_applied(value: bytes) -> 
     async def garbage(place: Place) -> None:
         config = (await place.open()).config("limits")
         await config.set(1)
+        await config.set(2)
         follower = Follower(config)
-        await until(lambda: follower.versions == [1])
+        await until(lambda: follower.versions == [2])
         place.server.put(CURRENT, value, current_of(place).version)
         await asyncio.sleep(1)
         place.server.put(CURRENT, value, current_of(place).version)
@@ -569,7 +570,25 @@ def test_what_is_no_configuration_is_told_once_and_not_applied(value: bytes) -> 
             await config.get()
         bad = [change for change in follower.seen if isinstance(change, BadDocument)]
         assert len(bad) == 1
-        follower.task.cancel()
+        late = Follower(config)
+        await until(lambda: len(late.seen) == 2)  # the last good one is in force
+        assert late.documents == [1]
+        # It is not overwritten by accident, and the error says how it is on purpose.
+        for write in (config.set(3), config.rollback(1)):
+            with pytest.raises(BadDocument, match="doyen config rollback limits VERSION --force"):
+                await write
+        with pytest.raises(Conflict, match="cannot be read, so it is not at version 2"):
+            await config.set(3, if_version=2, force=True)
+        assert [each.version for each in await config.history()] == [1]
+        restored = await config.rollback(1, force=True)
+        assert (restored.version, restored.value) == (3, 1)
+        assert (await config.set(4)).version == 4
+        assert [each.version for each in await config.history()] == [4, 3, 1]
+        await until(lambda: follower.documents == [2, 3, 4] and late.documents == [1, 3, 4])
+        assert Regressed(2, 3) in follower.seen
+        assert Missed(2, 2) in late.seen
+        for each in (follower, late):
+            each.task.cancel()
 
     garbage()
 

@@ -73,7 +73,7 @@ from doyen.session import (
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
-    from doyen.manage.config_session import BlockingConfig
+    from doyen.manage.config_session import BlockingConfig, ConfigOptions
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
 
@@ -208,13 +208,11 @@ class BlockingSession:
         return self._run(order_transfer, election, kind=kind, to=to, wait_s=wait_s)
 
     @overload
-    def config(
-        self, name: str, *, author: str | None = None, history: int | None = None
-    ) -> BlockingConfig[Any]: ...
+    def config(self, name: str, **options: Unpack[ConfigOptions]) -> BlockingConfig[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
+        self, name: str, *, type: type[T], **options: Unpack[ConfigOptions]
     ) -> BlockingConfig[T]: ...
 
     def config(
@@ -222,14 +220,13 @@ class BlockingSession:
         name: str,
         *,
         type: Any = None,  # noqa: A002 - the natural name
-        author: str | None = None,
-        history: int | None = None,
+        **options: Unpack[ConfigOptions],
     ) -> BlockingConfig[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
         Options as for `Session.config`."""
         from doyen.manage.config_session import BlockingConfig  # only for those who use it
 
-        return BlockingConfig(self._opened, self._runtime, name, type, author, history)
+        return BlockingConfig(self._opened, name, type, **options)
 
     def _run(
         self,

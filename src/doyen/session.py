@@ -66,7 +66,7 @@ from doyen.term import Term
 from doyen.term import forked as term_forked
 
 if TYPE_CHECKING:
-    from doyen.manage.config_session import Config
+    from doyen.manage.config_session import Config, ConfigOptions
 
 __all__ = ["Campaign", "Joining", "Publishing", "Session", "connect"]
 
@@ -305,13 +305,11 @@ class Session:
         return await self._run(read_leader, election, kind)
 
     @overload
-    def config(
-        self, name: str, *, author: str | None = None, history: int | None = None
-    ) -> Config[Any]: ...
+    def config(self, name: str, **options: Unpack[ConfigOptions]) -> Config[Any]: ...
 
     @overload
     def config(
-        self, name: str, *, type: type[T], author: str | None = None, history: int | None = None
+        self, name: str, *, type: type[T], **options: Unpack[ConfigOptions]
     ) -> Config[T]: ...
 
     def config(
@@ -319,21 +317,18 @@ class Session:
         name: str,
         *,
         type: Any = None,  # noqa: A002 - the natural name
-        author: str | None = None,
-        history: int | None = None,
+        **options: Unpack[ConfigOptions],
     ) -> Config[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
 
             config = session.config("billing", type=Settings)
             document = await config.set(Settings(workers=4))
 
-        `type`: a type that msgspec can decode, or of pydantic; without one, any JSON. `author`: who
-        writes (default: host name and process id). `history`: how many earlier versions are kept
-        from the next write on (default: as many as before, 20 at first).
+        `type`: a type that msgspec can decode, or of pydantic; without one, any JSON.
         """
         from doyen.manage.config_session import Config  # only for those who use it
 
-        return Config(self._opened, name, type, author, history)
+        return Config(self._opened, name, type, **options)
 
     def observe(
         self, election: str, *, kind: Kind = "elections"

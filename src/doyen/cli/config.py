@@ -96,7 +96,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "the value as JSON, or - to read it from standard input"
     setting.add_argument("value", metavar="VALUE", help=text)
     only_if = "write only if this version is current; 0: only if there is none (default: always)"
-    add_option(setting, "--if-version N", only_if, type=int)
     write("edit", "change the current version in an editor")
     action("history", "list the versions that the store has")
     diff = action("diff", "compare two versions")
@@ -104,7 +103,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(diff, "--to N", "the newer version (default: the current one)", type=int)
     rollback = write("rollback", "write the value of an earlier version as a new version")
     rollback.add_argument("version", metavar="VERSION", type=int, help="the earlier version")
-    add_option(rollback, "--if-version N", only_if, type=int)
+    for each in (setting, rollback):
+        add_option(each, "--if-version N", only_if, type=int)
+        add_option(each, "--force", "replace a document that cannot be read")
     watch = action("watch", "print the current version, then every new one")
     add_option(watch, "--from N", "begin after this version (default: with the current)", type=int)
 
@@ -118,11 +119,11 @@ def run(args: argparse.Namespace) -> int:
     with connect_blocking(url, create=creates) as session:
         author = getattr(args, "author", None) or _author()
         config: BlockingConfig[Any] = session.config(args.name, author=author)
-        if args.action == "set":
-            return _written(args, config.set(value, if_version=args.if_version, **_waiting(args)))
-        if args.action == "rollback":
-            back = config.rollback(args.version, if_version=args.if_version, **_waiting(args))
-            return _written(args, back)
+        if args.action in ("set", "rollback"):
+            options = {"if_version": args.if_version, "force": args.force, **_waiting(args)}
+            if args.action == "set":
+                return _written(args, config.set(value, **options))
+            return _written(args, config.rollback(args.version, **options))
         return {"get": _get, "edit": _edit, "history": _history, "diff": _diff}[args.action](
             args, config
         )

@@ -36,7 +36,7 @@ from doyen.manage.documents import Document, Versioned
 from doyen.model import Entry, config_key, encode_json
 from doyen.stores.port import Watch
 
-__all__ = ["Acknowledgement", "Applied", "WaitApplied", "check_wait", "wait_applied"]
+__all__ = ["Acknowledgement", "Applied", "WaitApplied", "check_wait", "wait_until_applied"]
 
 log = logging.getLogger("doyen")
 
@@ -292,7 +292,7 @@ class _Waiting:
         return current is not None and current.version >= version
 
 
-async def wait_applied(
+async def wait_until_applied(
     core: SessionCore,
     config: str,
     current: Document,

@@ -125,10 +125,35 @@ class ConfigStore(Generic[T]):
 
     async def read(self, version: int | None = None) -> ConfigDocument[T] | None:
         """The current version, or an earlier one. None if there is none yet."""
-        current = await self.document.read()
+        current = await self.current(unreadable=version is not None)
         if version is not None:
             return self.typed(await self._earlier(current, version))
         return None if current is None else self.typed(current)
+
+    async def current(self, *, unreadable: bool = False) -> Versioned | None:
+        """The current version, as the store has it. If it cannot be read, `BadDocument` is raised,
+        or with `unreadable` the place of such a version is returned: it has no id and no value."""
+        try:
+            current = await self.document.read()
+            if current is not None:
+                self.plain(current)
+            return current
+        except BadDocument as error:
+            if unreadable and (entry := await self._get(self.document.key)) is not None:
+                newest = await self.newest_kept()
+                # The history is one version behind.
+                version = 1 if newest is None else newest.version + 1
+                return Versioned({}, version, "", 0, entry)
+            raise BadDocument(
+                f"{error}. To replace it by an earlier version or by a new value, use"
+                f" 'doyen config rollback {self.name} VERSION --force' or 'doyen config set"
+                f" {self.name} VALUE --force', or force=True in the API"
+            ) from error
+
+    async def newest_kept(self) -> Versioned | None:
+        """The newest version in the history."""
+        kept = await self._kept_versions()
+        return max(kept, key=lambda each: each.version, default=None)
 
     async def _earlier(self, current: Versioned | None, version: int) -> Versioned:
         if current is not None and current.version == version:
@@ -152,19 +177,21 @@ class ConfigStore(Generic[T]):
         )
         return f"the store has versions {oldest} to {current.version}"
 
-    async def _listed(self, current: Versioned) -> list[Versioned]:
+    async def _kept_versions(self) -> list[Versioned]:
         entries = await self.core.call(self.core.store.list(config_key(self.name, "history")))
-        kept = [Versioned.decode(entry) for entry in entries]
-        return [each for each in kept if each.version < current.version]
+        return [Versioned.decode(entry) for entry in entries]
+
+    async def _listed(self, current: Versioned) -> list[Versioned]:
+        return [each for each in await self._kept_versions() if each.version < current.version]
 
     async def history(self) -> list[ConfigDocument[Any]]:
         """All versions that the store has, the newest first. Their values are plain JSON: an old
-        one need not be of the type that is used now."""
-        current = await self.document.read()
+        one need not be of the type that is used now. One that cannot be read is left out."""
+        current = await self.current(unreadable=True)
         if current is None:
             return []
         kept = sorted(await self._listed(current), key=lambda each: -each.version)
-        return [self.plain(each) for each in [current, *kept]]
+        return [self.plain(each) for each in [current, *kept] if each.id]
 
     def plain(self, version: Versioned) -> ConfigDocument[Any]:
         """A version with its value as plain JSON."""
@@ -204,8 +231,9 @@ class ConfigStore(Generic[T]):
 
     # Writing.
 
-    async def write(self, value: Any, if_version: int | None) -> Versioned:
-        """Write a new version. Raises `Conflict` if the current one is not `if_version`.
+    async def write(self, value: Any, if_version: int | None, *, force: bool = False) -> Versioned:
+        """Write a new version. Raises `Conflict` if the current one is not `if_version`, and
+        `BadDocument` if it cannot be read, unless `force` is given.
 
         `StoreUnavailable` means that nothing was written. `OutcomeUnknown` is raised only if the
         store did not tell for one ttl whether the new version was written.
@@ -214,18 +242,21 @@ class ConfigStore(Generic[T]):
             plain = self.kind.to_json(value)
         except TypeRefused as error:
             raise BadDocument(f"{self.name!r} was not written: {error}") from error
-        return await self._write(plain, if_version)
+        return await self._write(plain, if_version, force=force)
 
-    async def rollback(self, version: int, if_version: int | None) -> Versioned:
+    async def rollback(
+        self, version: int, if_version: int | None, *, force: bool = False
+    ) -> Versioned:
         """Write the value of an earlier version as a new version."""
-        current = await self.document.read()
+        current = await self.current(unreadable=force)
         earlier = self.plain(await self._earlier(current, version))
-        return await self.write(earlier.value, if_version)
+        return await self.write(earlier.value, if_version, force=force)
 
-    async def _write(self, plain: Any, if_version: int | None) -> Versioned:
+    async def _write(self, plain: Any, if_version: int | None, *, force: bool) -> Versioned:
         while True:
-            current = await self._settled_current()
-            if if_version is not None and if_version != (current.version if current else 0):
+            current = await self._settled_current(force=force)
+            known = 0 if current is None else current.version if current.id else None
+            if if_version is not None and if_version != known:
                 raise self._conflict(if_version, current)
             try:
                 written = await self._replace(current, plain)
@@ -236,11 +267,11 @@ class ConfigStore(Generic[T]):
             await self._trim(written.version, written.body["history"])
             return written
 
-    async def _settled_current(self) -> Versioned | None:
-        """The current version, which the history has too."""
+    async def _settled_current(self, *, force: bool) -> Versioned | None:
+        """The current version, which the history has too if it can be read."""
         try:
-            current = await self.document.read()
-            if current is not None:
+            current = await self.current(unreadable=force)
+            if current is not None and current.id:
                 await self._copy(current)
         except OutcomeUnknown as error:
             raise StoreUnavailable(f"{self.name!r} was not written: {error}") from error
@@ -312,6 +343,11 @@ class ConfigStore(Generic[T]):
     def _conflict(self, if_version: int, current: Versioned | None) -> Conflict:
         if current is None:
             return Conflict(f"{self.name!r} has no version {if_version}: nothing was written yet")
+        if not current.id:
+            return Conflict(
+                f"{self.name!r} cannot be read, so it is not at version {if_version}; nothing was"
+                " written. Repeat the change without a version"
+            )
         now = self.plain(current)
         return Conflict(
             f"{self.name!r} is at version {now.version}, which {now.author!r} wrote at"
@@ -391,9 +427,13 @@ class ConfigReader(Generic[T]):
         self, at: ReaderPosition | None
     ) -> tuple[Sequence[Change[T]], ReaderPosition | None]:
         try:
-            current = await self._store.document.read()
+            current = await self._store.current()
         except BadDocument as error:
-            return self._report_unreadable(error), at
+            if at is not None or (newest := await self._store.newest_kept()) is None:
+                return self._report_unreadable(error), at
+            versions, _ = await self._follow(None, newest)  # the last good one is in force
+            told = [*map(self._told, versions), *self._report_unreadable(error)]
+            return told, ReaderPosition(newest.version, newest.id)
         self._unreadable = ""
         if current is None:
             # Nothing was written yet, or everything is lost.
