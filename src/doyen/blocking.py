@@ -24,6 +24,7 @@ from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
 from doyen.lease.runtime import ThreadRuntime
+from doyen.lifetime import track, untrack
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
     INVENTORY_KINDS,
@@ -56,6 +57,7 @@ from doyen.model import (
     Meta,
     Published,
     Reachable,
+    SessionHealth,
     Unreachable,
 )
 from doyen.session import (
@@ -68,7 +70,6 @@ from doyen.session import (
     exit_term,
     settings_of,
     settle_loss,
-    track,
 )
 from doyen.term import Term, TermState
 
@@ -110,7 +111,7 @@ class BlockingSession:
         except BaseException:
             self._runtime.release()
             raise
-        track(self._core)
+        track(self._core, release_at_exit=self._settings.release_at_exit, on_loop=False)
         return self
 
     def close(self) -> None:
@@ -125,6 +126,7 @@ class BlockingSession:
             closing.result()
         finally:
             if first:
+                untrack(core)
                 self._runtime.release()
 
     def __enter__(self) -> BlockingSession:
@@ -143,6 +145,22 @@ class BlockingSession:
         if self._core is None:
             raise SessionClosed("the session is not open: enter it with `with`, or open it")
         return self._core
+
+    @property
+    def health(self) -> SessionHealth:
+        """`ok`; `unsure` while renewals or other calls to the store fail; `lost` after a loss of
+        the lease, until there is a new one; `closed`. Any thread, never blocks.
+
+            if session.health != "ok":
+                print("not ready")
+        """
+        return self._opened.health
+
+    @property
+    def lost(self) -> bool:
+        """Whether the session has no valid lease any more: it was lost or the session is closed. A
+        session that lost its lease gets a new one when a campaign needs it."""
+        return self.health in ("lost", "closed")
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Campaign for `election`. The scope is entered when elected. Options as for
@@ -415,7 +433,7 @@ class BlockingCampaign:
             runtime.release()
             raise
         self._term = term
-        enter_term(term, core, self._settings)
+        enter_term(term, core, self._settings, candidacy)
         return term
 
     def _leave(self, error: BaseException | None, *, again: bool) -> bool:

@@ -196,6 +196,7 @@ class Reachable:
 
 
 MemberState = Literal["up", "unhealthy", "draining"]
+SessionHealth = Literal["ok", "unsure", "lost", "closed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -26,6 +25,7 @@ from doyen.election.queries import observe_leader, observe_line, read_leader, re
 from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
+from doyen.lifetime import body_begins, body_ended, track, untrack
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
     INVENTORY_KINDS,
@@ -58,12 +58,12 @@ from doyen.model import (
     MemberChange,
     Published,
     Reachable,
+    SessionHealth,
     Unreachable,
 )
 from doyen.stores.choice import choose_store
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
-from doyen.term import forked as term_forked
 
 if TYPE_CHECKING:
     from doyen.manage.config_session import Config, ConfigOptions
@@ -78,8 +78,11 @@ Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, Non
 """Delivers changes until cancelled."""
 
 
-def enter_term(term: Term, core: SessionCore, settings: CampaignSettings) -> None:
+def enter_term(
+    term: Term, core: SessionCore, settings: CampaignSettings, candidacy: Candidacy
+) -> None:
     entered_terms.set((*entered_terms.get(), (term, core, settings)))
+    body_begins(term, core, candidacy)
 
 
 def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
@@ -90,36 +93,13 @@ def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
 
 def exit_term(term: Term, core: SessionCore) -> bool:
     """End a term whose body has ended. True if it was valid at that instant."""
+    body_ended(term)
     entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
     if core.runtime.pid != os.getpid():
         raise SessionClosed(
             "this term belongs to the parent process; connect again in the child of a fork"
         )
     return term._conclude()
-
-
-_sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
-_fork_hook_installed = False
-_kept_after_fork: list[object] = []
-
-
-def track(core: SessionCore) -> None:
-    """Notify a session of forks. The hook is installed with the first session, not on import."""
-    global _fork_hook_installed
-    if not _fork_hook_installed:
-        _fork_hook_installed = True
-        os.register_at_fork(after_in_child=_after_fork_in_child)
-    _sessions.add(core)
-
-
-def _after_fork_in_child() -> None:
-    ThreadRuntime.forked()
-    term_forked()
-    cores = list(_sessions)
-    _kept_after_fork.extend(cores)
-    for core in cores:
-        core.forked()
-    _sessions.clear()
 
 
 class Session:
@@ -154,7 +134,7 @@ class Session:
         except BaseException:
             runtime.release()
             raise
-        track(self._core)
+        track(self._core, release_at_exit=self._settings.release_at_exit, on_loop=True)
         return self
 
     async def close(self) -> None:
@@ -171,6 +151,7 @@ class Session:
         finally:
             # doyen's thread must not stop before the lease is revoked, which takes little time.
             await outlast(self._closing)
+            untrack(core)
             core.runtime.release()
 
     async def __aenter__(self) -> Session:
@@ -191,6 +172,22 @@ class Session:
         if self._core is None:
             raise SessionClosed("the session is not open: enter it with `async with`, or open it")
         return self._core
+
+    @property
+    def health(self) -> SessionHealth:
+        """`ok`; `unsure` while renewals or other calls to the store fail; `lost` after a loss of
+        the lease, until there is a new one; `closed`. Any thread, never blocks.
+
+            if session.health != "ok":
+                print("not ready")
+        """
+        return self._opened.health
+
+    @property
+    def lost(self) -> bool:
+        """Whether the session has no valid lease any more: it was lost or the session is closed. A
+        session that lost its lease gets a new one when a campaign needs it."""
+        return self.health in ("lost", "closed")
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> Campaign:
         """Campaign for `election`. The scope is entered when elected.
@@ -560,7 +557,7 @@ class Campaign:
             raise
         self._term = term
         self._arm(term)
-        enter_term(term, core, self._settings)
+        enter_term(term, core, self._settings, candidacy)
         return term
 
     def _arm(self, term: Term) -> None:
@@ -690,6 +687,9 @@ class ConnectOptions(TypedDict, total=False):
     """How long to wait for a store that cannot be reached at first. Default 0: one try."""
     create: bool
     """Whether to create the store if it does not exist. False is for programs that only look."""
+    release_at_exit: bool
+    """Whether a session that is still open is released when the process ends, by itself or by
+    SIGTERM. Default True. A handler of yours for SIGTERM is kept."""
     audit: str | os.PathLike[str] | None
     """A file for the audit log."""
     on_event: Sink | None
@@ -721,7 +721,7 @@ def connect(url: str | None = None, **options: Unpack[ConnectOptions]) -> Sessio
     Without a URL, `DOYEN_STORE` names the store, or DATABASE_URL, ETCDCTL_ENDPOINTS or ZK_HOSTS if
     exactly one of them is set. Otherwise the store is a file that only this machine has, which is
     logged as a warning and refused if `DOYEN_REQUIRE_STORE=1`. Options: `ttl_s`, `stop_budget_s`,
-    `drift`, `renew_every_s`, `request_timeout_s`, `wait_s`, `create`, `audit`, `on_event`; each is
-    explained at `doyen.session.ConnectOptions`.
+    `drift`, `renew_every_s`, `request_timeout_s`, `wait_s`, `create`, `release_at_exit`, `audit`,
+    `on_event`; each is explained at `doyen.session.ConnectOptions`.
     """
     return Session(settings_of(url, options))

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from doyen.events.telemetry import Telemetry
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
-from doyen.model import Claim, Entry
+from doyen.model import Claim, Entry, SessionHealth
 from doyen.stores.choice import without_password
 from doyen.stores.port import Context, Store, open_store
 
@@ -105,29 +105,34 @@ async def _open_patiently(
     """Open the store. One that cannot be reached is tried again until `wait_s` has passed."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + settings.wait_s
-    pause_s = OPEN_PAUSE_S
-    while True:
+    shown = without_password(settings.url)
+    for pause_s in _pauses():
         within = asyncio.timeout_at(give_up_at if settings.wait_s else None)
         try:
             async with within:
                 return await open_store(settings.url, context)
         except (StoreUnavailable, OutcomeUnknown, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and not within.expired():
+            if not settings.wait_s or (isinstance(error, TimeoutError) and not within.expired()):
                 raise
-            if loop.time() + pause_s >= give_up_at:
-                if not settings.wait_s:
-                    raise
+            left_s = give_up_at - loop.time()
+            spread_s = pause_s * spread.uniform(0.75, 1.25)
+            if spread_s >= left_s:
                 reason = str(error) or "it did not answer"
                 raise StoreUnavailable(
-                    f"the store at {without_password(settings.url)} could not be reached within"
-                    f" {settings.wait_s:g} s: {reason}"
+                    f"the store at {shown} could not be reached within {settings.wait_s:g} s:"
+                    f" {reason}"
                 ) from error
             if pause_s == OPEN_PAUSE_S:
-                shown, left_s = without_password(settings.url), give_up_at - loop.time()
-                log.warning(
-                    "%s", log_line(event="store_waited_for", store=shown, for_s=left_s, error=error)
-                )
-        await asyncio.sleep(pause_s * spread.uniform(0.75, 1.25))
+                line = log_line(event="store_waited_for", store=shown, for_s=left_s, error=error)
+                log.warning("%s", line)
+        await asyncio.sleep(spread_s)
+    raise AssertionError("the pauses have no end")
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = OPEN_PAUSE_S
+    while True:
+        yield pause_s
         pause_s = min(2 * pause_s, OPEN_LONGEST_PAUSE_S)
 
 
@@ -231,6 +236,11 @@ class SessionCore:
             raise
         finally:
             self._callers.pop(task, None)
+
+    @property
+    def health(self) -> SessionHealth:
+        """See `Session.health`. Any thread."""
+        return "closed" if self.closed else self.leases.health
 
     def next_attempt(self) -> str:
         """The id of a new attempt."""

@@ -48,6 +48,8 @@ class SessionSettings:
     """Whether to create the store if it does not exist."""
     wait_s: float = 0.0
     """How long to wait for a store that cannot be reached when the session is opened."""
+    release_at_exit: bool = True
+    """Whether a session that is still open is released when the process ends."""
     origin: str = "connect"
     """Who named the store; empty if nobody did, so that it is the default."""
 

@@ -23,6 +23,7 @@ from doyen.lease.clock import Clock
 from doyen.lease.keepalive import Keepalive
 from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
+from doyen.model import SessionHealth
 from doyen.stores.port import Store
 
 __all__ = ["CALLS_AT_ONCE", "LeaseKeeper", "Observer", "Reachability", "StoreCalls"]
@@ -56,6 +57,8 @@ class StoreCalls:
         self.reachability = Reachability(self, clock, tasks)
         self._random = spread
         self._clock = clock
+        self.failing = False
+        """The last call that ended did so without a response of the store."""
         self._admission = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def call(self, request: Awaitable[T]) -> T:
@@ -73,8 +76,13 @@ class StoreCalls:
             async with asyncio.timeout(self.timing.request_timeout_s):
                 answer = await request
             self.reachability.answered(sent_at)
+            self.failing = False
             return answer
+        except (StoreUnavailable, OutcomeUnknown):
+            self.failing = True
+            raise
         except TimeoutError as error:
+            self.failing = True
             raise OutcomeUnknown(
                 f"the store did not answer within {self.timing.request_timeout_s:g} s"
             ) from error
@@ -285,6 +293,15 @@ class LeaseKeeper:
     def _all(self) -> list[Keepalive]:
         return [*self._own, *([self._shared] if self._shared else [])]
 
+    @property
+    def health(self) -> SessionHealth:
+        """The health of the session, as far as its leases show it. Any thread."""
+        keepalives = self._all()
+        if any(each.lost_because is not None for each in keepalives):
+            return "lost"
+        unsure = self._calls.failing or any(each.unsure for each in keepalives)
+        return "unsure" if unsure else "ok"
+
     async def _grant(self, stall_after_s: float | None = None) -> Keepalive:
         calls, runtime = self._calls, self._runtime
         sent_at = runtime.clock.now()
@@ -343,6 +360,14 @@ class LeaseKeeper:
                     log.debug("%s", line)
                     return
             await asyncio.sleep(self._calls.retry_pause())
+
+    def bodies_suspended(self) -> None:
+        """The process is ending, and the thread of all bodies runs none of their code any more, so
+        they have ended as far as their leases are concerned."""
+        for keepalive in self._all():
+            keepalive.bodies = 0
+        self._bodies = 0
+        self._idle.set()
 
     async def close(self) -> None:
         """End every term, wait for the bodies for as long as the stop budget allows, and revoke

@@ -1,0 +1,177 @@
+"""The life of a session without a scope: open and close, waiting for a store that is down at first,
+and health."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen import Session
+from doyen.election import core
+from doyen.election.options import SessionSettings
+from doyen.errors import ConfigError, SessionClosed, StoreUnavailable, StoreUnusable
+from doyen.lease.runtime import InlineRuntime
+from doyen.session import ConnectOptions
+from doyen.stores.memory import MemoryStore
+from doyen.stores.port import Context, Store
+from doyen.testing.faults import Faults
+from support import Place, keepalive_of, now, virtual
+
+
+@virtual
+async def test_a_session_is_opened_and_closed_by_calls(place: Place) -> None:
+    session = place.session()
+    await session.close()  # not open: nothing to do
+    assert await session.open() is session
+    async with session.campaign("e", name="a"):
+        assert place.holder() == "a"
+    with pytest.raises(SessionClosed, match="opened once"):
+        await session.open()
+    await asyncio.gather(session.close(), session.close())
+    await session.close()
+    with pytest.raises(SessionClosed):
+        await session.leader("e")
+
+
+def test_a_blocking_session_is_opened_and_closed_by_calls() -> None:
+    session = doyen.connect_blocking("memory://calls")
+    session.close()
+    with pytest.raises(SessionClosed, match="or open it"):
+        session.leader("e")
+    assert session.open() is session
+    closers = [threading.Thread(target=session.close) for _ in range(4)]
+    with pytest.raises(doyen.LeadershipLost), session.campaign("e") as term:
+        for closer in closers:
+            closer.start()
+        assert term.wait_lost(20.0)
+    for closer in closers:
+        closer.join()
+    session.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("doyen")]
+
+
+class Down:
+    """A store that cannot be reached until a time. Takes the place of `open_store`."""
+
+    def __init__(self, place: Place, until: float, error: Exception) -> None:
+        self.place = place
+        self.until = until
+        self.error = error
+        self.tries: list[float] = []
+
+    async def open(self, url: str, context: Context) -> Store:
+        self.tries.append(now())
+        if now() < self.until:
+            raise self.error
+        return MemoryStore(self.place.server, context)
+
+
+def waiting(place: Place, wait_s: Any, **settings: Any) -> Session:
+    given = SessionSettings("etcd://h1", ttl_s=6.0, wait_s=wait_s, **settings)
+    return Session(given, InlineRuntime(place.clock))
+
+
+@virtual
+async def test_a_store_that_is_down_at_first_is_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = Down(place, 20.0, StoreUnavailable("connection loss"))
+    monkeypatch.setattr(core, "open_store", down.open)
+    async with waiting(place, 30.0) as session, session.campaign("e", name="a"):
+        assert 20.0 <= now() < 23.0
+    assert 10 < len(down.tries) < 20
+    warned = [each for each in caplog.messages if "event=store_waited_for" in each]
+    assert len(warned) == 1
+    assert "etcd://h1" in warned[0]
+    assert "connection loss" in warned[0]
+
+
+@virtual
+async def test_a_store_that_stays_down_is_reported(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = Down(place, 1000.0, StoreUnavailable("connection loss"))
+    monkeypatch.setattr(core, "open_store", down.open)
+    with pytest.raises(StoreUnavailable, match=r"etcd://h1 .* within 5 s: connection loss"):
+        await waiting(place, 5.0).open()
+    assert now() <= 5.0
+    began, down.tries = now(), []
+    with pytest.raises(StoreUnavailable, match=r"^connection loss$"):
+        await waiting(place, 0.0).open()
+    assert (now(), len(down.tries)) == (began, 1)
+
+
+@virtual
+async def test_a_store_that_does_not_answer_is_given_up_in_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(url: str, context: Context) -> Store:
+        await asyncio.sleep(1000.0)
+        raise AssertionError
+
+    monkeypatch.setattr(core, "open_store", silent)
+    with pytest.raises(StoreUnavailable, match="within 5 s"):
+        await waiting(place, 5.0).open()
+    assert now() == 5.0
+
+
+@virtual
+async def test_what_waiting_does_not_cure_is_raised_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = Down(place, 1000.0, StoreUnusable("a newer schema"))
+    monkeypatch.setattr(core, "open_store", down.open)
+    with pytest.raises(StoreUnusable, match="a newer schema"):
+        await waiting(place, 30.0).open()
+    assert now() == 0.0
+
+
+@pytest.mark.parametrize("wait_s", [-1, "soon", None])
+def test_a_time_to_wait_is_a_number(wait_s: Any) -> None:
+    with pytest.raises(ConfigError, match="wait_s is 0 s or more"):
+        doyen.connect("memory://", wait_s=wait_s)
+
+
+def test_the_times_of_renewals_and_requests_can_be_set() -> None:
+    options: ConnectOptions = {"ttl_s": 6.0, "renew_every_s": 1.0, "request_timeout_s": 0.5}
+    with doyen.connect_blocking("memory://times", **options) as session, session.campaign("e"):
+        timing = keepalive_of(session).timing
+    assert (timing.renew_every_s, timing.request_timeout_s) == (1.0, 0.5)
+    with (
+        pytest.raises(ConfigError, match="request_timeout_s must be between"),
+        doyen.connect_blocking("memory://times", ttl_s=6.0, request_timeout_s=2.0),
+    ):
+        pass
+
+
+@virtual
+async def test_the_health_of_a_session(place: Place) -> None:
+    faults = Faults()
+    session = place.session(faults)
+    with pytest.raises(SessionClosed):
+        _ = session.health
+    await session.open()
+    assert (session.health, session.lost) == ("ok", False)
+    with pytest.raises(doyen.LeadershipLost):
+        async with session.campaign("e"):
+            faults.cut()
+            await asyncio.sleep(4.0)
+            assert (session.health, session.lost) == ("unsure", False)
+            await asyncio.sleep(10.0)
+    assert (session.health, session.lost) == ("lost", True)
+    faults.heal()
+    async with session.campaign("e"):
+        assert (session.health, session.lost) == ("ok", False)
+    faults.cut()
+    with pytest.raises(doyen.StoreError):
+        await session.leader("e")
+    assert (session.health, session.lost) == ("unsure", False)
+    faults.heal()
+    await session.leader("e")
+    assert (session.health, session.lost) == ("ok", False)
+    await session.close()
+    assert (session.health, session.lost) == ("closed", True)
