@@ -17,6 +17,7 @@ from adversary import ROUGH
 from doyen.errors import LeaseGone, StoreError
 from doyen.model import Entry, Lease, Version, leader_key
 from doyen.stores.nats.leases import NatsLeases
+from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.store import NatsStore
 from doyen.stores.port import Store
 from doyen.stores.zookeeper.store import ZooKeeperStore, _Unchanged
@@ -192,6 +193,39 @@ def run_history(
 @pytest.mark.parametrize("engine", ENGINES)
 def test_history(engine: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_history(engine, seed, monkeypatch).confirmed > 15
+
+
+def test_an_update_that_was_read_is_not_reported_as_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lease ends after the write, and before the copy of the one who writes is looked at."""
+    harness = WiredHarness("nats", monkeypatch)
+    updated: list[Entry | None] = []
+
+    async def main() -> None:
+        store, other = [await harness.client() for _ in range(2)]
+        lease = await store.grant(TTL_S)
+        entry = (await store.create(KEY, b"old", lease)).entry
+        write = Mirror.write
+
+        async def write_and_lose(mirror: Mirror, *what: Any) -> int:
+            sequence = await write(mirror, *what)
+            updated.append(await other.get(KEY))
+            await store.revoke(lease)
+            await mirror.catch_up()
+            return sequence
+
+        monkeypatch.setattr(Mirror, "write", write_and_lose)
+        updated.append(await store.update(entry, b"new"))
+        updated.append(await store.get(KEY))
+        await harness.close_clients()
+
+    harness.run(main)
+    seen, returned, later = updated
+    assert seen == returned
+    assert seen is not None
+    assert seen.value == b"new"
+    assert later is None
 
 
 @pytest.mark.chaos

@@ -13,7 +13,7 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from doyen.errors import StoreUnavailable, StoreUnusable, TicketGone
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.nats.jetstream import (
@@ -168,8 +168,16 @@ class NatsStore(GuardedStore):
         if written is None:
             return None
         await self._mirror.reach(int(str(written.version)))
+        if present.lease in self._mirror.view.leases:
+            return written
+        ended = self._mirror.view.ended.get(present.lease)
+        if ended is None:
+            raise OutcomeUnknown(
+                f"the lease of {entry.key} ended while the entry was being updated: whether it had"
+                " the new value before it was removed is unknown"
+            )
         # If the lease had ended before the write, what was written is void from the start.
-        return written if present.lease in self._mirror.view.leases else None
+        return written if ended > int(str(written.version)) else None
 
     async def _present(self, key: str, version: Version) -> Entry | None:
         """The entry at a key, if it has this version."""

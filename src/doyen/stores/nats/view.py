@@ -62,6 +62,8 @@ class BucketView:
     """The keys that are bound to each lease."""
     markers: dict[str, int] = field(default_factory=dict)
     """For keys without an entry: the sequence of the delete marker or void record there."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """The sequence at which a lease ended, of the leases that ended last."""
 
     def apply(self, kind: str, key: str, message: StoredMessage) -> set[str]:
         """Apply the next message, and return the keys of the entries that it changes."""
@@ -93,6 +95,7 @@ class BucketView:
             self.leases[lease] = ttl_s
             return set()
         self.leases.pop(lease, None)
+        _put_bounded(self.ended, lease, message.sequence)
         void = self.bound.pop(lease, set())
         for key in void:
             self._mark_deleted(key, int(str(self.entries.pop(key).version)))
@@ -119,9 +122,7 @@ class BucketView:
             self._mark_deleted(key, found.sequence)
 
     def _mark_deleted(self, key: str, sequence: int) -> None:
-        self.markers[key] = sequence
-        if len(self.markers) > _MARKERS:
-            del self.markers[next(iter(self.markers))]
+        _put_bounded(self.markers, key, sequence)
 
 
 def _created(message: StoredMessage) -> int:
@@ -133,3 +134,9 @@ def _created(message: StoredMessage) -> int:
 def _rank(key: str) -> int:
     ticket = _TICKET.fullmatch(key.rpartition("/")[2])
     return int(ticket[1]) if ticket else 0
+
+
+def _put_bounded(sequences: dict[str, int], key: str, sequence: int) -> None:
+    sequences[key] = sequence
+    if len(sequences) > _MARKERS:
+        del sequences[next(iter(sequences))]
