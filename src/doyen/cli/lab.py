@@ -32,7 +32,8 @@ its time is over or after three failed runs; when interrupted, it prints and wri
 found so far.
 
 With --html a run becomes a page: one file for a browser, in which one can step through the run, see
-every message, and read why a vote was refused.
+every message, and read why a vote was refused. `doyen lab play` serves such pages on this machine
+and lets you change what happens: cut a link, kill a server, drop a message.
 
 exit codes:
   0    all invariants held
@@ -48,6 +49,7 @@ examples:
   doyen lab scenario paused-leader
   doyen lab replay lab-raft-4711.json
   doyen lab scenario vote-without-log --html lesson.html
+  doyen lab play
 """
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -77,6 +79,17 @@ def number(text: str) -> int:
     """
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """The argparse type of a port number; 0 stands for any.
+
+    >>> port("8037")
+    8037
+    """
+    if not (text.isascii() and text.isdigit() and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number")
     return int(text)
 
 
@@ -124,6 +137,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("file", metavar="FILE", help="a file written by run or hunt")
     for each in (one, side, scenario, replay):
         add_option(each, "--html FILE", "write a page for the browser to this file")
+    served = action("play", "serve pages in which you cut links, kill servers and drop messages")
+    served.add_argument(
+        "files", nargs="*", metavar="FILE", help="saved runs to begin with, besides the scenarios"
+    )
+    add_option(served, "--host ADDRESS", "the address to listen on", "127.0.0.1")
+    add_option(served, "--port N", "the port to listen on (0: any)", "8037", type=port)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -590,6 +609,18 @@ def _replay(args: argparse.Namespace) -> int:
     return Exit.DONE if outcome.ok else Exit.NO
 
 
+def _play(args: argparse.Namespace) -> int:
+    from doyen.lab import runner
+    from doyen.lab.pages.play import serve
+
+    runs = {}
+    for file in args.files:
+        if not Path(file).is_file():
+            raise ConfigError(f"the file {file} does not exist")
+        runs[file] = runner.read_file(Path(file)).plan
+    return serve(args.host, args.port, runs, ready=lambda url: print(url, flush=True))
+
+
 _ACTIONS = {
     "run": _run,
     "hunt": _hunt,
@@ -597,4 +628,5 @@ _ACTIONS = {
     "scale": _scale,
     "scenario": _scenario,
     "replay": _replay,
+    "play": _play,
 }

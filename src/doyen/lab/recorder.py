@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from doyen.lab import phrases
 from doyen.lab.narration import Narrator, sentence
@@ -248,7 +249,7 @@ class Recorder(WorldObserver):
             return
         lane = self._lane(name)
         if core is None:
-            self._set_role(lane, FOLLOWING, "waits")
+            self._set_role(lane, FOLLOWING, "serves" if name == STORE else "waits")
             return
         if name not in self._servers:
             self._servers.append(name)
@@ -286,17 +287,21 @@ class Recorder(WorldObserver):
         if jump_s:
             self._marks.append([self._now, self._lane(name), f"clock jumps {jump_s:g} s ahead"])
 
-    def term_changed(self, name: str, token: int | None) -> None:
+    def term_changed(self, name: str, token: int | None, ended_at: float | None = None) -> None:
+        if self._ignored_process(name):
+            return
         lane = self._lane(name)
         if token is not None:
             self._set_role(lane, LEADING, f"leads, token {token}")
         elif self._role_of[lane][0] != DOWN:
-            self._set_role(lane, FOLLOWING, "waits")
+            at = self._now if ended_at is None else min(self._now, _micro(ended_at))
+            self._set_role(lane, FOLLOWING, "waits", at)
 
-    def _set_role(self, lane: int, role: int, label: str) -> None:
+    def _set_role(self, lane: int, role: int, label: str, at: int | None = None) -> None:
         if self._role_of.get(lane) != (role, label):
             self._role_of[lane] = (role, label)
-            self._roles.append([lane, self._now, role, self._labels.number(label)])
+            since = self._now if at is None else at
+            self._roles.append([lane, since, role, self._labels.number(label)])
 
     def _role_changed(self, lane: int, role: Role, generation: int, leader: str | None) -> None:
         word = self._generation
@@ -528,8 +533,9 @@ class Recorder(WorldObserver):
         if self.crowded:
             return -1
         category = _STORE_CATEGORIES.get(operation, "questions")
-        kind = phrases.Phrase(operation, category, "", "{about}")
-        _, number = self._append(name, STORE, kind, -1, (about,))
+        says = _REQUESTS.get(operation, f"{operation.capitalize()} {{about}}.")
+        kind = phrases.Phrase(operation, category, "", says)
+        _, number = self._append(name, STORE, kind, -1, (unquote(about),))
         return number
 
     def answered(self, number: int, result: str) -> None:
@@ -538,7 +544,8 @@ class Recorder(WorldObserver):
             self._arrive(request)
             asked = self._kind(request)
             kind = phrases.Phrase(f"answer to {asked.name}", asked.category, "", "{result}")
-            row, _ = self._append(STORE, list(self._lanes)[request[2]], kind, number, (result,))
+            process = list(self._lanes)[request[2]]
+            row, _ = self._append(STORE, process, kind, number, (unquote(result),))
             self._answers[number] = row
 
     def received(self, number: int) -> None:
@@ -550,7 +557,7 @@ class Recorder(WorldObserver):
         if self.crowded:
             return -1
         kind = phrases.Phrase("notification", "notifications", "", "{scope} has changed.")
-        row, number = self._append(STORE, name, kind, -1, (scope,))
+        row, number = self._append(STORE, name, kind, -1, (unquote(scope),))
         self._answers[number] = row
         return number
 
@@ -658,6 +665,17 @@ class Recorder(WorldObserver):
         return "; ".join(parts), round(max(len(silent), len(deaf)) / len(others), 2)
 
 
+_REQUESTS = {
+    "grant": "Grant me a lease of {about} s.",
+    "renew": "Renew my lease.",
+    "create": "Create {about}, unless it exists.",
+    "enqueue": "Give me a ticket in {about}.",
+    "ahead": "Who is ahead of me in {about}?",
+    "watch": "Notify me when {about} changes.",
+    "get": "What is {about}?",
+    "list": "What is there under {about}?",
+}
+"""What requests to a store say."""
 _STORE_CATEGORIES = {
     **dict.fromkeys(("create", "delete", "update", "put", "enqueue", "grant", "revoke"), "changes"),
     "renew": "renewals",

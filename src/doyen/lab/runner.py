@@ -156,12 +156,12 @@ class RunFile(Struct, kw_only=True):
 
 def save(path: Path, outcome: RunOutcome, narration: Sequence[str] = ()) -> None:
     """Save a run so that it can be replayed."""
-    path.write_bytes(_encoded(outcome, narration))
+    path.write_bytes(encoded(outcome, narration))
 
 
 def keep(directory: Path, outcome: RunOutcome, narration: Sequence[str] = ()) -> Path:
     """Save a failed run in a new file. The file of another run is not overwritten."""
-    name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", _encoded(outcome, narration)
+    name, text = f"lab-{outcome.plan.protocol}-{outcome.plan.seed}", encoded(outcome, narration)
     number = 1
     while True:
         path = directory / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
@@ -175,7 +175,8 @@ def keep(directory: Path, outcome: RunOutcome, narration: Sequence[str] = ()) ->
             number += 1
 
 
-def _encoded(outcome: RunOutcome, narration: Sequence[str]) -> bytes:
+def encoded(outcome: RunOutcome, narration: Sequence[str]) -> bytes:
+    """The contents of the file of a run."""
     record = RunFile(
         plan=outcome.plan,
         trace_hash=outcome.trace_hash,

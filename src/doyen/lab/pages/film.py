@@ -142,6 +142,8 @@ class FilmedTranscript(Transcript):
 
     def closed(self, world: Any) -> None:
         self._now = None
+        if world.title:
+            self._scenes[-1].titles.append(world.title)
 
     def _begin(self, recorder: Recorder | None) -> None:
         titles = [note for note in self._notes if note]

@@ -155,7 +155,7 @@ let hidden = new Set();
 const view = $('view'), over = $('over'), ctx = view.getContext('2d'), octx = over.getContext('2d'), tctx = $('top').getContext('2d');
 const phone = () => innerWidth <= 720;
 let W = 0, H = 0, LH = 104, C = {};
-const TOP = 56, BH = 18, OVER = 66, CAP = 900;
+const TOP = 56, BH = 18, OVER = 66, CAP = 900, DOTS = 14;
 const X = t => (fold.on(t) - from) / wide * W, T = x => fold.off(from + x / W * wide), UEND = () => fold.on(scene.end) + fold.pad;
 const laneY = lane => TOP + lane * LH, bandY = lane => laneY(lane) + 13, rows = () => Math.max(1, Math.floor((LH - 13 - BH - 13) / 9));
 const shownKind = kind => !hidden.has(kind.category);
@@ -169,9 +169,9 @@ const roleFill = role => [C.down, C.look, C.follow, C.lead][role], roleText = ro
 
 function size() {
   const room = innerWidth <= 1100 ? 0 : $('stage').clientHeight - TOP;
-  LH = phone() ? 82 : Math.floor(clamp(scene.n ? room / scene.n : 0, 76, 132)); H = TOP + scene.n * LH; W = Math.max(50, $('canvases').clientWidth);
+  LH = phone() ? 82 : Math.floor(clamp(scene.n ? room / scene.n : 0, 76, 200)); H = TOP + scene.n * LH; W = Math.max(50, $('canvases').clientWidth);
   const d = devicePixelRatio || 1;
-  for (const [c, w, h] of [[view, W, H], [$('top'), W, H], [over, over.clientWidth, OVER]]) { c.width = Math.round(w * d); c.height = Math.round(h * d); c.getContext('2d').setTransform(d, 0, 0, d, 0, 0); if (c !== over) c.style.height = h + 'px'; }
+  for (const [c, w, h] of [[view, W, H], [$('top'), DOTS, H], [over, over.clientWidth, OVER]]) { c.width = Math.round(w * d); c.height = Math.round(h * d); c.getContext('2d').setTransform(d, 0, 0, d, 0, 0); if (c !== over) c.style.height = h + 'px'; }
   $('canvases').style.height = H + 'px'; for (const g of $('gut').children) g.style.height = LH + 'px';
 }
 
@@ -195,9 +195,10 @@ function draw() {
   const c = ctx; c.clearRect(0, 0, W, H); c.textBaseline = 'middle'; c.textAlign = 'left';
   const t0 = T(-20), t1 = T(W + 20);
   axis(c); weather(c, t0, t1);
-  for (let lane = 0; lane < scene.n; lane++) { cuts(c, lane, t0, t1); log(c, lane, t0, t1); bands(c, lane, t0, t1); }
+  const later = [];                   // text, which stands above all lines
+  for (let lane = 0; lane < scene.n; lane++) { cuts(c, lane, t0, t1, later); log(c, lane, t0, t1); bands(c, lane, t0, t1, later); }
   const ends = messages(c, t0, t1);
-  folds(c); marks(c, t0, t1); votes(c, ends); overview(); top();
+  folds(c); for (const write of later) write(); marks(c, t0, t1); votes(c, ends); violations(c); overview(); top();
   const note = $('sparse'); if (note) { note.hidden = sparse < 2; note.textContent = sparse < 2 ? '' : `zoomed out: 1 of ${sparse} messages drawn`; }
 }
 const STEPS = [1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 2e7, 6e7, 6e8];
@@ -220,14 +221,14 @@ function weather(c, t0, t1) {
     if (!right) { c.fillStyle = C.panel; c.fillRect(x - 4, y - 6, w + 8, 12); } c.fillStyle = C.muted; c.fillText(what, x, y + .5);
   }
 }
-function cuts(c, lane, t0, t1) {
+function cuts(c, lane, t0, t1, later) {
   const y = laneY(lane); c.strokeStyle = C['line-soft']; c.beginPath(); c.moveTo(0, Math.round(y) + .5); c.lineTo(W, Math.round(y) + .5); c.stroke();
   for (const [kind, on, a, b, what, share] of scene.raw.spans) {
     if (on !== lane || kind !== 'cut' || b < t0 || a > t1) continue;
-    const x0 = Math.max(0, X(a)), x1 = Math.min(W, Math.max(X(b), X(a) + 3)), strong = share >= .5;
+    const x0 = Math.max(0, X(a)), x1 = Math.min(W, Math.max(X(b), X(a) + 3)), strong = share > .5;
     if (strong) { c.fillStyle = C.cut; c.fillRect(x0, y + 1, x1 - x0, LH - 1); hatch(c, x0, y + 1, x1 - x0, LH - 1, 9, C.cutline); }
     c.setLineDash([4, 3]); c.strokeStyle = C.red; c.beginPath(); if (strong) for (const e of [a, b]) { c.moveTo(X(e), y + 1); c.lineTo(X(e), y + LH); } else { c.moveTo(x0, y + LH - 3); c.lineTo(x1, y + LH - 3); } c.stroke(); c.setLineDash([]);
-    label(c, what, x0 + 7, y + LH - 10, x1 - x0 - 10, C.red);
+    later.push(() => label(c, what, x0 + 7, y + LH - 10, x1 - x0 - 10, C.red));
   }
 }
 function log(c, lane, t0, t1) {
@@ -247,14 +248,14 @@ function log(c, lane, t0, t1) {
     if (since < bad.at) { c.strokeStyle = C.red; c.setLineDash([3, 2.5]); rr(c, X(since), y + (place - 1) * 9 + .5, X(bad.at) - X(since), eh - 1, 2); c.stroke(); c.setLineDash([]); }
   }
 }
-function bands(c, lane, t0, t1) {
+function bands(c, lane, t0, t1, later) {
   const spans = scene.roles[lane], y = bandY(lane);
   for (let k = Math.max(0, above(spans, t0, s => s.from) - 1); k < spans.length && spans[k].from < t1; k++) {
     const s = spans[k], x0 = Math.max(-4, X(s.from)), x1 = Math.min(W + 4, X(Math.min(s.to, scene.end))); if (x1 < x0) continue;
     if (s.role === DOWN && !s.label) continue;
     c.fillStyle = roleFill(s.role); rr(c, x0, y, x1 - x0 - (x1 - x0 > 4 ? 1 : 0), BH, 3); c.fill();
     if (s.role === DOWN) { hatch(c, x0, y, x1 - x0, BH, 6, C.faint); if (X(s.from) > -10 && k > 0) { const x = X(s.from); c.fillStyle = C.panel; c.strokeStyle = C.red; c.lineWidth = 1.6; c.beginPath(); c.arc(x, y + BH / 2, 8.5, 0, 7); c.fill(); c.stroke(); cross(c, x, y + BH / 2, 3.4, C.red, 2); } continue; }
-    label(c, s.label, Math.max(x0, 0) + 7, y + BH / 2 + .5, Math.min(x1, W) - Math.max(x0, 0) - 12, roleText(s.role));
+    later.push(() => { c.font = `500 10.5px ${C.sans}`; const x = beside(Math.max(x0, 0) + 7, c.measureText(s.label).width); label(c, s.label, x, y + BH / 2 + .5, Math.min(x1, W) - x - 5, roleText(s.role)); });
   }
   for (const [kind, on, a, b, what] of scene.raw.spans) {
     if (on !== lane || b < t0 || a > t1 || kind === 'cut') continue;
@@ -291,13 +292,16 @@ function lines(c, b, strong) {
   for (let k = 0; k < p.length; k += 4) { const dx = p[k + 2] - p[k], dy = p[k + 3] - p[k + 1], n = Math.hypot(dx, dy) || 1, ux = dx / n * r, uy = dy / n * r, x = p[k + 2], y = p[k + 3]; c.moveTo(x, y); c.lineTo(x - ux * .93 + uy * .37, y - uy * .93 - ux * .37); c.lineTo(x - ux * .93 - uy * .37, y - uy * .93 + ux * .37); c.closePath(); }
   c.fill(); c.lineWidth = 1;
 }
+/* Where text of this width can begin, at x or after the folds that it would cover. */
+function beside(x, w) { for (let k = Math.max(0, above(fold.gaps, T(x - 20), g => g[0]) - 1); k < fold.gaps.length; k++) { const f = (X(fold.gaps[k][0]) + X(fold.gaps[k][1])) / 2; if (f > x + w + 8) break; if (f > x - 8) x = f + 9; } return x; }
 function folds(c) {
-  for (const [a, b] of fold.gaps) {
-    const x0 = X(a), x1 = X(b), x = (x0 + x1) / 2; if (x1 < 0 || x0 > W) continue;
+  let free = 0;
+  for (let k = Math.max(0, above(fold.gaps, T(0), g => g[0]) - 1); k < fold.gaps.length; k++) {
+    const [a, b] = fold.gaps[k], x0 = X(a), x1 = X(b), x = (x0 + x1) / 2; if (x1 < 0) continue; if (x0 > W) break;
     const zig = (x, way) => { for (let y = way > 0 ? TOP : H, k = 0; way > 0 ? y <= H : y >= TOP; y += 7 * way, k++) c.lineTo(x + (k % 2 ? 2 : -2), y); };
     c.fillStyle = C.sunken; c.beginPath(); zig(x - 4.5, 1); zig(x + 4.5, -1); c.fill(); c.strokeStyle = C.line; for (const d of [-4.5, 4.5]) { c.beginPath(); zig(x + d, 1); c.stroke(); }
-    const text = `${secs(b - a, 2)} s quiet`; c.font = `10.5px ${C.sans}`; const w = c.measureText(text).width + 12;
-    if (b - a > 2e5 && x > w / 2 && x < W - w / 2 && x1 - x0 + 1.2e5 / wide * W > w / 2) { c.fillStyle = C.panel; c.strokeStyle = C.line; rr(c, x - w / 2, TOP - 18, w, 16, 8); c.fill(); c.stroke(); c.fillStyle = C.muted; c.textAlign = 'center'; c.fillText(text, x, TOP - 9.5); c.textAlign = 'left'; }
+    const text = b - a < 1e5 ? '' : `${secs(b - a, 2)} s quiet`; if (!text) continue; c.font = `10.5px ${C.sans}`; const w = c.measureText(text).width + 12;
+    if (x - w / 2 > free && x < W - w / 2) { free = x + w / 2 + 4; c.fillStyle = C.panel; c.strokeStyle = C.line; rr(c, x - w / 2, TOP - 18, w, 16, 8); c.fill(); c.stroke(); c.fillStyle = C.muted; c.textAlign = 'center'; c.fillText(text, x, TOP - 9.5); c.textAlign = 'left'; }
   }
 }
 function marks(c, t0, t1) {
@@ -311,47 +315,47 @@ function marks(c, t0, t1) {
 function wrap(c, text, room) { c.font = `11px ${C.sans}`; const out = []; let line = ''; for (const word of clip(text, 120).split(' ')) { const more = line ? line + ' ' + word : word; if (line && c.measureText(more).width > Math.max(90, room)) { out.push(line); line = word; } else line = more; } if (line) out.push(line); return out.slice(0, 5); }
 function votes(c, [given, pick, mate]) { for (const i of given.length > 400 ? [] : given) { const x = X(scene.sent[i]); if (x > -10 && x < W + 10) badge(c, x, bandY(scene.from[i]) + BH / 2, scene.kinds[scene.kind[i]].tag === 'granted', pick != null && i !== pick && i !== mate ? .3 : 1); } }
 
-/* Everything that depends on the cursor: what has not happened yet is pale. */
-function top() {
-  const c = tctx; c.clearRect(0, 0, W, H); c.textBaseline = 'middle'; c.textAlign = 'left';
-  const x = Math.round(X(at)) + .5;
-  if (x < W) { c.fillStyle = C.veil; c.fillRect(Math.max(0, x), TOP, W - Math.max(0, x), H - TOP); }
+function violations(c) {
   for (const bad of scene.raw.violations) {
-    const bx = Math.round(X(bad.at)) + .5; if (bx < -20 || bx > W + 20) continue;
-    c.strokeStyle = C.red; c.lineWidth = 1.5; if (Math.abs(at - bad.at) > 1) { c.setLineDash([2, 3]); c.beginPath(); c.moveTo(bx, 20); c.lineTo(bx, H); c.stroke(); c.setLineDash([]); }
-    for (const lane of bad.lanes.slice(0, 1)) { c.beginPath(); c.arc(bx, bandY(lane) + BH / 2, 13, 0, 7); c.lineWidth = 2; c.stroke(); c.globalAlpha = .18; c.fillStyle = C.red; c.fill(); c.globalAlpha = 1; c.lineWidth = 1; }
-    c.font = `600 11px ${C.sans}`; const w = c.measureText('violation').width + 14, lx = clamp(bx - w / 2, 0, W - w); c.fillStyle = C.red; rr(c, lx, 25, w, 17, 4); c.fill(); c.fillStyle = C.panel; c.fillText('violation', lx + 7, 34);
+    const x = Math.round(X(bad.at)) + .5; if (x < -20 || x > W + 20) continue;
+    c.strokeStyle = C.red; c.lineWidth = 1.5; c.setLineDash([2, 3]); c.beginPath(); c.moveTo(x, 20); c.lineTo(x, H); c.stroke(); c.setLineDash([]);
+    for (const lane of bad.lanes.slice(0, 1)) { c.beginPath(); c.arc(x, bandY(lane) + BH / 2, 13, 0, 7); c.lineWidth = 2; c.stroke(); c.globalAlpha = .18; c.fillStyle = C.red; c.fill(); c.globalAlpha = 1; c.lineWidth = 1; }
+    c.font = `600 11px ${C.sans}`; const w = c.measureText('violation').width + 14, lx = clamp(x - w / 2, 0, W - w); c.fillStyle = C.red; rr(c, lx, 25, w, 17, 4); c.fill(); c.fillStyle = C.panel; c.fillText('violation', lx + 7, 34);
   }
-  if (x < -2 || x > W + 2) return;
-  c.strokeStyle = C.text; c.lineWidth = 1.5; c.beginPath(); c.moveTo(x, 20); c.lineTo(x, H); c.stroke();
-  const [i0, i1] = scene.range(at, at);
-  for (let i = Math.max(i0, i1 - 2000); i < i1; i++) {
-    if (scene.arrives[i] < at || !shownKind(scene.kinds[scene.kind[i]])) continue;
-    const kind = scene.kinds[scene.kind[i]], part = (fold.on(at) - fold.on(scene.sent[i])) / Math.max(1, fold.on(scene.arrives[i]) - fold.on(scene.sent[i])); if (scene.fate[i] === 1 && part > .45) continue;
+}
+/* Everything that depends on the cursor. It is drawn at every frame, so it is small: a line with the
+   messages that are under way, moved to its place, and a pale cover over what has not happened yet. */
+function top() {
+  const c = tctx, x = X(at), away = x < -2 || x > W + 2, veil = clamp(x, 0, W); $('veil').style.transform = `translateX(${veil}px)`; $('cursor').hidden = away; if (away) return;
+  $('cursor').style.transform = `translateX(${Math.round(x)}px)`; c.clearRect(0, 0, DOTS, H);
+  const [i0, i1] = scene.range(at, at), u = fold.on(at);
+  for (let i = Math.max(i0, i1 - 400); i < i1; i++) {
+    const kind = scene.kinds[scene.kind[i]]; if (scene.arrives[i] < at || !shownKind(kind)) continue;
+    const u0 = fold.on(scene.sent[i]), part = (u - u0) / Math.max(1, fold.on(scene.arrives[i]) - u0); if (scene.fate[i] === 1 && part > .45) continue;
     const f = scene.from[i], t = scene.to[i], down = t > f, y0 = bandY(f) + (down ? BH : 0), y1 = bandY(t) + (down ? 0 : BH);
-    c.fillStyle = kind.faint ? C.muted : C[kind.colour]; c.strokeStyle = C.panel; c.beginPath(); c.arc(x, y0 + (y1 - y0) * part, kind.faint ? 3.2 : 4.6, 0, 7); c.fill(); c.stroke();
+    c.fillStyle = kind.faint ? C.muted : C[kind.colour]; c.strokeStyle = C.panel; c.lineWidth = 1.5; c.beginPath(); c.arc(DOTS / 2, y0 + (y1 - y0) * part, kind.faint ? 3.2 : 4.6, 0, 7); c.fill(); c.stroke();
   }
-  const text = secs(at) + ' s'; c.font = `600 11px ${C.mono}`; const w = c.measureText(text).width + 12, lx = clamp(x - w / 2, 0, W - w); c.fillStyle = C.text; rr(c, lx, 2, w, 18, 4); c.fill(); c.fillStyle = C.panel; c.fillText(text, lx + 6, 11.5); c.lineWidth = 1;
+  const now = $('now'); now.textContent = secs(at) + ' s'; now.style.transform = `translateX(${clamp(-36, -x, W - x - 72)}px)`;
 }
-let still = null;                     // the part of the overview that never changes
+/* The overview is drawn once; what moves on it are elements. */
 function overview() {
-  const c = octx, w = over.clientWidth, h = OVER, x = overX; if (!still || still.width !== over.width) still = drawOverview(w, h);
-  c.save(); c.setTransform(1, 0, 0, 1, 0, 0); c.clearRect(0, 0, over.width, over.height); c.drawImage(still, 0, 0); c.restore();
-  const a = x(Math.max(0, T(0))), b = x(Math.min(scene.end, T(W))); c.fillStyle = C.veil; c.globalAlpha = .72; c.fillRect(0, 0, a, h); c.fillRect(b, 0, w - b, h); c.globalAlpha = 1; c.strokeStyle = C.blue; c.lineWidth = 1.5; rr(c, a, 1.5, Math.max(4, b - a), h - 4, 4); c.stroke(); c.lineWidth = 1;
-  c.fillStyle = C.text; c.fillRect(x(at) - .75, 4, 1.5, 52);
+  if (!drawn) { drawn = true; drawOverview(octx, over.clientWidth, OVER); }
+  const a = overX(Math.max(0, T(0))), b = overX(Math.min(scene.end, T(W)));
+  $('window').style.transform = `translateX(${a}px)`; $('window').style.width = Math.max(4, b - a) + 'px'; overCursor();
 }
+function overCursor() { $('over-cursor').style.transform = `translateX(${overX(at)}px)`; }
+let drawn = false;
 const overX = t => 14 + t / scene.end * (over.clientWidth - 28);
-function drawOverview(w, h) {
-  const canvas = el('canvas'); canvas.width = over.width; canvas.height = over.height; const c = canvas.getContext('2d'), d = over.width / w, x = overX; c.scale(d, d);
-  c.fillStyle = C.sunken; c.fillRect(0, 0, w, h); const step = Math.min(9, 44 / Math.max(1, scene.n)), bar = Math.max(2, step - 3);
+function drawOverview(c, w, h) {
+  const x = overX;
+  c.fillStyle = C.sunken; c.fillRect(0, 0, w, h); const step = Math.min(9, 40 / Math.max(1, scene.n)), bar = Math.max(2, step - 3);
   for (let lane = 0; lane < scene.n; lane++) {
-    const y = 11 + lane * step;
+    const y = 9 + lane * step;
     for (const s of scene.roles[lane]) { if (s.role === DOWN) { if (s.label) cross(c, x(s.from), y + bar / 2, Math.min(3.5, bar), C.red, 1.5); continue; } c.fillStyle = roleFill(s.role); const x0 = x(s.from), x1 = x(Math.min(s.to, scene.end)); c.fillRect(x0, y, Math.max(.6, x1 - x0 - (x1 - x0 > 2 ? .5 : 0)), bar); }
-    for (const [kind, on, a, b, , share] of scene.raw.spans) if (on === lane && kind === 'cut' && share >= .5) { c.fillStyle = C.cutline; c.fillRect(x(a), y - 1, Math.max(3, x(b) - x(a)), bar + 2); }
+    for (const [kind, on, a, b, , share] of scene.raw.spans) if (on === lane && kind === 'cut' && share > .5) { c.fillStyle = C.cutline; c.fillRect(x(a), y - 1, Math.max(3, x(b) - x(a)), bar + 2); }
   }
-  c.fillStyle = C.faint; c.font = `10px ${C.sans}`; c.textBaseline = 'middle'; c.textAlign = 'center'; const tick = STEPS.find(s => s / scene.end * w > 70) || 6e8; for (let t = 0; t < scene.end; t += tick) c.fillText(secs(t, tick < 1e6 ? tick < 1e5 ? 2 : 1 : 0), Math.max(x(t), 20), 61);
+  c.fillStyle = C.faint; c.font = `10px ${C.sans}`; c.textBaseline = 'middle'; c.textAlign = 'center'; const tick = STEPS.find(s => s / scene.end * w > 70) || 6e8; for (let t = 0; t < scene.end; t += tick) c.fillText(secs(t, tick < 1e6 ? tick < 1e5 ? 2 : 1 : 0), Math.max(x(t), 24), 56);
   for (const bad of scene.raw.violations) { const bx = x(bad.at); c.fillStyle = C.red; c.fillRect(bx - 1, 7, 2, 49); c.beginPath(); c.moveTo(bx - 5, 3); c.lineTo(bx + 5, 3); c.lineTo(bx, 10); c.fill(); }
-  return canvas;
 }
 
 // ---- beside the picture --------------------------------------------------------------------
@@ -380,18 +384,22 @@ function gutter() {
 }
 function makeStory() {
   $('story').replaceChildren(...scene.story.map(line => { const li = el('li', line.kind), b = el('button'); b.append(el('time', '', secs(line.at)), icon(line.kind), el('span', 'name', clip(line.text, 600))); b.onclick = () => { play(false); go(line.at, true); }; li.append(b); li.classList.add('later'); return li; }));
+  $('story').classList.toggle('long', scene.story.length > 400);
   told = -1;
 }
 let told = -1;
 function tell() {
   const now = above(scene.story, at + .5, line => line.at) - 1, items = $('story').children; if (now === told) return;
   for (let k = Math.min(told, now); k <= Math.max(told, now); k++) if (items[k]) { items[k].classList.toggle('later', k > now); items[k].classList.toggle('at', k === now); if (k === now) items[k].setAttribute('aria-current', 'step'); else items[k].removeAttribute('aria-current'); }
-  told = now; const li = items[Math.max(0, now)], box = $('story'); if (li) box.scrollTop = Math.max(0, li.offsetTop - box.clientHeight * .7);
+  told = now; const li = items[Math.max(0, now)], box = $('story'); if (li) box.scrollTop = Math.max(0, li.offsetTop - box.clientHeight * .7, li.offsetTop + li.offsetHeight + 8 - box.clientHeight);
 }
-function readout() { $('time').textContent = secs(at, 4) + ' s'; $('instant').textContent = `instant ${above(scene.times, at + .5)} of ${scene.times.length}`; over.setAttribute('aria-valuenow', secs(at)); over.setAttribute('aria-valuetext', `${secs(at)} seconds`); }
+function readout() { $('time').textContent = secs(at, 4) + ' s'; $('instant').textContent = `instant ${above(scene.times, at + .5)} of ${scene.times.length}`; if (!playing) { over.setAttribute('aria-valuenow', secs(at)); over.setAttribute('aria-valuetext', `${secs(at)} seconds`); } }
+/* What led to a violation: who led before, the last faults, the entry that is missing, the votes. */
 function causes(bad) {
-  const names = bad.lanes.map(lane => scene.raw.lanes[lane]), mentions = text => names.some(name => new RegExp(`(^|[^\\w-])${name.replace(/[^\w]/g, '\\$&')}([^\\w-]|$)`).test(text));
-  return scene.story.filter(line => line.at <= bad.at && ['fault', 'healed', 'yes', 'no', 'leads', 'entry'].includes(line.kind) && (mentions(line.text) || line.kind === 'leads')).slice(-6);
+  const names = bad.lanes.map(lane => scene.raw.lanes[lane]), before = scene.story.filter(line => line.at <= bad.at && line.kind !== 'violation'), entry = /\bentry (\d+)/.exec(bad.text);
+  const mentions = text => !names.length || names.some(name => new RegExp(`(^|[^\\w-])${name.replace(/[^\w]/g, '\\$&')}([^\\w-]|$)`).test(text)), last = (kinds, count, of = () => true) => before.filter(line => kinds.includes(line.kind) && of(line.text)).slice(-count);
+  const holds = text => { const m = /^entr(?:y|ies) (\d+)(?: to (\d+))?/.exec(text); return entry && m && +entry[1] >= +m[1] && +entry[1] <= +(m[2] || m[1]); };
+  return [...new Set([...last(['fault'], 3), ...last(['healed'], 1), ...last(['leads'], 1, text => !mentions(text)), ...last(['entry'], 1, holds), ...last(['yes', 'no'], 3, mentions)])].sort((a, b) => scene.story.indexOf(a) - scene.story.indexOf(b));
 }
 function makeSide() {
   const bad = scene.raw.violations[0]; $('why').hidden = !bad; $('jump').hidden = !bad; $('verdict').hidden = !bad;
@@ -429,8 +437,7 @@ function card(what, pin) {
   let why = row[7] >= 0 ? scene.raw.reasons[row[7]] : ''; if (FATES[fate]) why = FATES[fate]; else if (lost) why = row[1] >= 0 && row[1] <= scene.end ? `${scene.lanes[row[3]]} did not receive it: it was down or paused.` : 'It was under way at the end.';
   if (why) box.append(el('div', 'w', why));
   if (kind.tag && !lost && scene.raw.logs.length) { const grid = el('div', 'cmp'), upto = Math.max(scene.at(scene.lasts[row[2]], row[0]), scene.at(scene.lasts[row[3]], row[0])); for (const [lane, word] of [[row[2], 'voter'], [row[3], 'candidate']]) grid.append(el('span', 'muted', `${scene.lanes[lane]}, ${word}`), chips(lane, row[0], upto, 7)); box.append(grid); }
-  if (pin && film.play && row[0] <= at && row[1] > at) { const b = el('button', '', 'Drop this message'); b.onclick = () => act({ kind: 'drop', at: row[0] / 1e6, amount: scene.raw.first + i + 1 }); box.append(b); }
-  else if (pin && film.play && !lost) box.append(el('div', 'faint', 'To drop it, move the cursor to where it is under way.'));
+  if (pin && film.play && !FATES[fate]) { const b = el('button', '', 'Drop this message'); b.onclick = () => { at = Math.min(at, (row[0] + Math.max(row[0], row[1])) / 2); act({ kind: 'drop', at: row[0] / 1e6, amount: scene.raw.first + i + 1 }); }; box.append(b); }
 }
 function place(what) {
   const box = $('card'), left = $('canvases').offsetLeft, gs = what.mark != null ? [{ x0: X(scene.marks[what.mark].at), x1: X(scene.marks[what.mark].at), y0: bandY(scene.marks[what.mark].lane), y1: bandY(scene.marks[what.mark].lane) }] : [what.i, mateOf(what.i)].filter(i => i != null).map(segment);
@@ -467,13 +474,13 @@ over.addEventListener('pointerdown', e => { over.setPointerCapture(e.pointerId);
 // ---- time ----------------------------------------------------------------------------------
 
 function inBounds() { from = clamp(from, -fold.pad, Math.max(-fold.pad, UEND() - wide)); }
-function follow(centre) { const u = fold.on(at), lo = from + wide * .12, hi = from + wide * .9, was = from; if (centre && (u < lo || u > hi)) from = u - wide * .6; else if (u > hi) from = u - wide * .9; else if (u < lo) from = u - wide * .12; inBounds(); return from !== was; }
-function go(t, centre) { at = clamp(t, 0, scene.end); if (follow(centre)) { if (pinned) place(pinned); draw(); } else { overview(); top(); } gutter(); tell(); readout(); }
+function follow(centre) { const u = fold.on(at), lo = from + wide * .05, hi = from + wide * .95, was = from; if (centre && (u < lo || u > hi)) from = u - wide * .6; else if (u > hi) from = u - wide * (playing ? .06 : .5); else if (u < lo && from > -fold.pad) from = u - wide * .5; inBounds(); return from !== was; }
+function go(t, centre) { at = clamp(t, 0, scene.end); if (follow(centre)) { if (pinned) place(pinned); draw(); } else { overCursor(); top(); } gutter(); tell(); readout(); }
 function step(way, list = scene.times, get) { play(false); const k = way > 0 ? above(list, at + .5, get) : above(list, at - .5, get) - 1; if (list[k] != null) go(get ? get(list[k]) : list[k]); }
 function zoom(by, about = at) { const u = fold.on(about), w = clamp(wide * by, 8 * fold.pad, UEND() + fold.pad); from = u - (u - from) * w / wide; wide = w; inBounds(); if (pinned) place(pinned); draw(); }
 const slow = matchMedia('(prefers-reduced-motion: reduce)');
 let before = 0, shown = 0;
-function play(on) { if (on === playing) return; playing = on; $('go').replaceChildren(icon(on ? 'pause' : 'play')); $('go').setAttribute('aria-label', on ? 'Pause' : 'Play'); if (on) { pin(null); if (at >= scene.end - 1) { at = 0; } before = shown = performance.now(); requestAnimationFrame(frame); } }
+function play(on) { if (on === playing) return; playing = on; $('go').replaceChildren(icon(on ? 'pause' : 'play')); $('go').setAttribute('aria-label', on ? 'Pause' : 'Play'); if (!on) readout(); if (on) { pin(null); if (at >= scene.end - 1) { at = 0; } before = shown = performance.now(); requestAnimationFrame(frame); } }
 function frame(now) {
   if (!playing) return; if (slow.matches && now - shown < 1000) return void requestAnimationFrame(frame);
   const d = Math.min(slow.matches ? 1 : .1, Math.max(0, (now - before) / 1000)); before = shown = now;
@@ -508,9 +515,9 @@ function remembered(value) { try { if (value == null) return localStorage.getIte
 function setTheme(name) { if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme; $('theme').title = `Colours: ${name || 'as the system'}`; }
 setTheme(remembered());
 $('theme').onclick = () => { const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme || '') + 1) % 3]; remembered(next); setTheme(next); repaint(); };
-function repaint() { colours(); still = null; draw(); }
+function repaint() { colours(); drawn = false; draw(); }
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
-addEventListener('resize', () => { size(); still = null; inBounds(); draw(); if (pinned) place(pinned); });
+addEventListener('resize', () => { size(); drawn = false; inBounds(); draw(); if (pinned) place(pinned); });
 
 // ---- doing something -----------------------------------------------------------------------
 
@@ -539,7 +546,7 @@ async function rerun(faults, change = {}) {
 function makeDoing() {
   $('doing').hidden = !film.play; if (!film.play) return; const faults = film.play.run.faults;
   $('done').replaceChildren(...faults.map((f, k) => { const li = el('li'), b = el('button', '', '✕'); b.setAttribute('aria-label', `Undo line ${k + 1}`); b.onclick = () => rerun(faults.filter((_, j) => j !== k)); li.append(el('span', 'mono faint', f.at.toFixed(3)), el('span', 'name', `${ACTS[f.kind] || f.kind} ${f.kind === 'drop' ? f.amount : (f.nodes || []).join(', ')}${f.for_s && !['drop'].includes(f.kind) ? `, ${f.for_s < 60 ? f.for_s + ' s' : 'for good'}` : ''}`), b); return li; }));
-  $('doing-hint').textContent = faults.length ? '' : 'Move the cursor to an instant. Then use ⋯ beside a server, or select a message that is under way and drop it.';
+  $('doing-hint').textContent = faults.length ? '' : 'Move the cursor to an instant. Then use ⋯ beside a server, or select a message and drop it.';
   const row = $('doing-row'); row.replaceChildren(); const button = (text, what) => { const b = el('button', '', text); b.onclick = what; row.append(b); };
   button('Another seed', () => rerun([], { seed: film.play.run.seed + 1 })); button('Undo all', () => rerun([])); button('Save as a file', save);
 }
@@ -552,19 +559,18 @@ function makeScenes(number) {
 }
 /* Show a scene. A failing one opens at its violation; `keep` is a cursor to keep. */
 function load(number, keep) {
-  playing = false; $('go').replaceChildren(icon('play')); hot = pinned = null; $('card').hidden = true; still = null;
+  playing = false; $('go').replaceChildren(icon('play')); hot = pinned = null; $('card').hidden = true; drawn = false;
   document.title = 'doyen lab: ' + clip(film.title, 120); $('title').textContent = clip(film.title, 200); $('chips').replaceChildren(...film.chips.map(text => el('span', 'chip name', clip(text, 120)))); $('events').textContent = `${film.events.toLocaleString('en')} events`; $('trace').textContent = film.trace ? `trace ${film.trace}` : ''; if (film.home) $('home').href = film.home;
   scene = new Scene(film.scenes[number]); fold = new Fold(scene, folding); makeScenes(number); makeGutter(); makeLegend(); makeStory(); makeSide(); makeDoing(); size();
   setSpeed(SPEEDS.reduce((a, b) => Math.abs(Math.log(b / (fold.pad / 4e5))) < Math.abs(Math.log(a / (fold.pad / 4e5))) ? b : a));
-  at = keep ?? scene.bad ?? 0; at = clamp(at, 0, scene.end);
-  if (keep == null) { wide = firstWidth(); from = scene.bad != null ? fold.on(at) - wide * .9 : -fold.pad; } inBounds(); follow(true); draw(); gutter(); tell(); readout();
+  at = clamp(keep ?? scene.bad ?? scene.end, 0, scene.end);
+  if (keep == null) { wide = firstWidth(); from = fold.on(at) - wide * .9; } inBounds(); follow(true); draw(); gutter(); tell(); readout();
   over.setAttribute('aria-valuemin', 0); over.setAttribute('aria-valuemax', secs(scene.end));
 }
 /* About as much time as the eye can take in: some hundred messages. */
 function firstWidth() {
-  const near = phone() ? 24 : 90, whole = UEND() + fold.pad; let k = above(scene.sent, scene.bad ?? 0), seen = 0; const way = scene.bad != null ? -1 : 1; const start = scene.bad ?? (scene.m ? scene.sent[0] : 0);
-  for (k = way < 0 ? k - 1 : 0; k >= 0 && k < scene.m && seen < near; k += way) if (!scene.kinds[scene.kind[k]].faint) seen++;
-  const t = k < 0 ? 0 : k >= scene.m ? scene.end : scene.sent[k]; return clamp(Math.abs(fold.on(t) - fold.on(start)) * 1.15 + (way > 0 ? fold.on(start) : 0), Math.min(whole, 30 * fold.pad), whole);
+  const near = phone() ? 24 : 90, whole = UEND() + fold.pad; let k = above(scene.sent, at) - 1, seen = 0; for (; k >= 0 && seen < near; k--) if (!scene.kinds[scene.kind[k]].faint) seen++;
+  return clamp((fold.on(at) - fold.on(k < 0 ? 0 : scene.sent[k])) * 1.15, Math.min(whole, 30 * fold.pad), whole);
 }
 colours(); load(0);
 if (film.play && location.hash.length > 1) { try { const given = JSON.parse(decodeURIComponent(location.hash.slice(1))); rerun(given.faults || [], given); } catch { /* not an address of ours */ } }

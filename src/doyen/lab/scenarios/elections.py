@@ -120,13 +120,17 @@ async def _lease_and_notification(world: StoreWorld) -> tuple[float, list[int]]:
 
 # The herd.
 
+FEW = 20
+"""Up to so many candidates are at a distance from the store, so that one can see their requests."""
+SETTLED_S = 0.05
+
 
 def herd(transcript: Transcript, *, crowded: Recipe = "race", most: int = 1000) -> None:
     transcript.note("Candidates wait behind guid_0000000001, which leads and then resigns.")
     crowds = (most // 100, most // 10, most)
     rows = {
         (recipe, crowd): run_store_world(
-            transcript, partial(_resign, recipe=recipe, crowd=crowd), local=True
+            transcript, partial(_resign, recipe=recipe, crowd=crowd), local=crowd > FEW
         )
         for recipe in dict.fromkeys((crowded, "line"))
         for crowd in crowds
@@ -157,6 +161,8 @@ def herd(transcript: Transcript, *, crowded: Recipe = "race", most: int = 1000) 
 
 async def _resign(world: StoreWorld, *, recipe: Recipe, crowd: int) -> tuple[list[str], int]:
     """Returns who was notified when the leader resigned, and how many creations were requested."""
+    shared = recipe == "race"
+    world.title = f"{crowd} wait, and {'all watch one key' if shared else 'each watches one'}."
     led = asyncio.Semaphore(0)
     ended = asyncio.Event()
 
@@ -175,13 +181,15 @@ async def _resign(world: StoreWorld, *, recipe: Recipe, crowd: int) -> tuple[lis
 
     for number in range(1, crowd + 2):
         start(number)
+        if not world.local:
+            await asyncio.sleep(0.002)  # so that they take their tickets in this order
     await led.acquire()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(SETTLED_S)
     world.notified.clear()
     world.calls.clear()
     ended.set()
     await led.acquire()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(SETTLED_S)
     notified = sorted({name for _, name in world.notified} - {"guid_0000000001"})
     return notified, [what for _, what in world.calls].count("create")
 

@@ -85,6 +85,8 @@ class StoreWorld:
         """The latest process of each name."""
         self._started: list[Participant] = []
         self._interceptions: dict[tuple[str, str, str], Callable[[], asyncio.Event | None]] = {}
+        self.title = ""
+        """What distinguishes it from the other worlds of its scenario, if there are several."""
         self.observer: WorldObserver | None = None
         transcript.opened(self)
 
@@ -142,7 +144,9 @@ class StoreWorld:
             match record.event:
                 case Elected(token=token):
                     self.observer.term_changed(name, token)
-                case Lost() | Resigned():
+                case Lost(ended_at=ended_at):
+                    self.observer.term_changed(name, None, ended_at)
+                case Resigned():
                     self.observer.term_changed(name, None)
 
     async def close(self) -> None:
