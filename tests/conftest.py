@@ -40,6 +40,7 @@ LONG = (
     "test_node_processes",
     "test_sqlite_processes",
     "test_cli_up",
+    "test_web_pages",
     "test_cli_run",
     "test_docs_stories",
     "test_docs",

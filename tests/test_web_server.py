@@ -182,7 +182,7 @@ class Machines:
     def processes(self) -> list[dict[str, Any]]:
         return [{"name": "server1", "state": "leading", "actions": [["kill", "Kill"]]}]
 
-    def act(self, action: str, process: str) -> str:
+    async def act(self, action: str, process: str) -> str:
         if process != "server1":
             raise OrderFailed(f"there is no process {process}")
         self.done.append((action, process))

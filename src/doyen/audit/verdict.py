@@ -141,6 +141,8 @@ class Report:
     violations: tuple[AuditViolation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
+    held: tuple[TermEvidence, ...] = ()
+    """All terms, also those that were never valid, in the order of their beginning."""
 
     @property
     def empty(self) -> bool:
@@ -169,7 +171,7 @@ class Report:
         return self.gaps_s[-1] if self.gaps_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as printed by `--json`; without the individual times of `gaps_s`."""
+        """The report as printed by `--json`; without the times of `gaps_s`, and without `held`."""
         counts = ("files", "lines", "processes", "elections", "terms", "never_valid", "changes")
         return {
             "ok": self.ok,
@@ -269,6 +271,7 @@ class _Judge:
             violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
             warnings=tuple(self._warnings),
             ignored=tuple(seen.ignored),
+            held=tuple(sorted(terms, key=_start)),
         )
 
     def _after(self, one: Instant, other: Instant) -> float:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 from doyen.audit import Report, verify
 from doyen.cli._output import Console, Exit, add_option, console, print_json
+from doyen.errors import ConfigError
 
 MANUAL = """\
 Reads the audit logs of all processes of one store and proves or disproves that no two terms of an
 election overlapped, that every token is greater than the tokens before it, and that no process led
 outside its term. `doyen run --audit` and `connect(..., audit=)` write such logs. Terms of one boot
 of one machine are compared on its boot-time clock; terms of different machines or boots are
-compared on the wall clocks, so that the result is only as accurate as these clocks.
+compared on the wall clocks, so that the result is only as accurate as these clocks. With --html the
+proof and a timeline of all terms are also written as a page that needs no server.
 
 exit codes:
   0    proved
@@ -24,6 +27,8 @@ exit codes:
 
 examples:
   doyen verify /var/log/app/*.jsonl
+  # the same as a page with a timeline of all terms, in one file
+  doyen verify --html report.html /var/log/app/*.jsonl
   # logs of several machines whose clocks agree to a tenth of a second
   doyen verify --tolerance 0.1 host1.jsonl host2.jsonl
 """
@@ -36,10 +41,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="an audit log")
     text = "the greatest difference between the wall clocks of the machines"
     add_option(parser, "--tolerance SECONDS", text, "0", dest="tolerance_s", type=float)
+    add_option(parser, "--html FILE", "write the proof as a page with a timeline (default: none)")
 
 
 def run(args: argparse.Namespace) -> int:
     report = verify(args.logs, tolerance_s=args.tolerance_s)
+    if args.html:
+        from doyen.web.report import report_page
+
+        _write(Path(args.html), report_page(report))
     if args.json:
         print_json(report.as_dict())
     else:
@@ -47,6 +57,13 @@ def run(args: argparse.Namespace) -> int:
     if report.verdict == "empty":
         return Exit.USAGE
     return Exit.DONE if report.ok else Exit.NO
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the page {path} cannot be written: {error.strerror}") from error
 
 
 def _print(report: Report, out: Console) -> None:

@@ -30,7 +30,7 @@ class ProcessControls(Protocol):
         """Each process: name, kind, state, detail, and the actions that apply to it."""
         ...
 
-    def act(self, action: str, process: str) -> str:
+    async def act(self, action: str, process: str) -> str:
         """Carry out an action, and say what was done. Raises `OrderFailed`."""
         ...
 
@@ -68,7 +68,7 @@ async def act(
         case "kill" | "freeze" | "thaw" | "ask":
             if controls is None:
                 raise ConfigError("this page does not control processes")
-            return controls.act(action, _text(asked, "process"))
+            return await controls.act(action, _text(asked, "process"))
     raise ConfigError(f"there is no action {action!r}")
 
 

@@ -1,7 +1,7 @@
 """Observes a store, once for all pages, and writes what it sees to the board.
 
-- All elections and locks are listed from time to time: that is how new ones are found. The pause
-  grows with what a listing costs, so that it takes a small share of the store's time.
+- All elections and locks are listed once per second: that is how new ones are found. If there are
+  many, the pause grows with what a listing costs, so that it takes a small share of the time.
 - There is one watch for each election. After a notification that election alone is read.
 - The store does not notify of renewals, so the leases of the elections that a page shows are
   looked at about once per second, each of them once, however many elections share it.
@@ -39,8 +39,10 @@ log = logging.getLogger("doyen")
 LISTED: tuple[Kind, ...] = ("elections", "locks", "semaphores")
 SURVEY_S = 1.0
 """The shortest pause between two listings of all elections."""
-SHARE = 30.0
-"""A listing is followed by a pause of at least this many times what it took."""
+SHARE = 10.0
+"""A long listing is followed by a pause of this many times what it took."""
+SHORT = 1000
+"""A listing of no more entries than this costs little, even if a busy machine takes long for it."""
 PROBE_S = 1.0
 """How often the store is asked whether it answers, and leases are looked at."""
 SILENT_S = 1.5
@@ -209,10 +211,10 @@ class Hub:
             began = self._now()
             pause_s = SURVEY_S
             try:
-                for kind in LISTED:
-                    await self._list(kind)
+                found = [await self._list(kind) for kind in LISTED]
                 self._forget()
-                pause_s = max(SURVEY_S, SHARE * (self._now() - began))
+                if sum(found) > SHORT:
+                    pause_s = max(SURVEY_S, SHARE * (self._now() - began))
             except StoreError as error:
                 log.debug("%s", log_line(event="listing_failed", error=error))
             try:
@@ -221,7 +223,8 @@ class Hub:
             except TimeoutError:
                 pass
 
-    async def _list(self, kind: Kind) -> None:
+    async def _list(self, kind: Kind) -> int:
+        """Take in all elections of one kind. Returns how many entries there are."""
         began = self._now()
         entries = await self.call(self.core.store.list(kind))
         found: dict[str, list[Entry]] = {
@@ -238,6 +241,7 @@ class Hub:
             self._take(scope, its, began)
             if number % 500 == 499:
                 await asyncio.sleep(0)
+        return len(entries)
 
     def _forget(self) -> None:
         """Forget elections that nobody has stood for in a long time, and leases of nobody."""

@@ -213,9 +213,10 @@ class ElectionRow:
                 continue
             if not seen.exact or seen.since != known.since:
                 seen.since, seen.exact, changed = known.since, True, True
-            if seen.until is not None and known.until is not None and seen.why != known.why:
-                seen.until, seen.cause, seen.why = known.until, known.cause, known.why
-                changed = True
+            if seen.until is not None and known.until not in (None, seen.until):
+                seen.until, changed = known.until, True
+                if seen.cause not in ("resigned", "transferred"):  # the order is known
+                    seen.cause, seen.why = known.cause, known.why
         if changed:
             self.terms = sorted(by_token.values(), key=lambda term: term.token)[-TERMS:]
         return changed

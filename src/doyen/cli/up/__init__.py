@@ -25,6 +25,7 @@ from doyen.cli._output import Exit, add_option, console, print_json
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
+    from doyen.cli.up.cluster import CandidateGroup
     from doyen.cli.up.drill import DrillResult
     from doyen.cli.up.quorum import NodeGroup
 
@@ -34,9 +35,11 @@ MANUAL = """\
 Starts a quorum of three nodes and some candidates that use it as their store, each as a process on
 this machine; with --store the candidates use that store instead. In a terminal it shows a live
 view, with keys that kill and freeze the leader of the election and the leader of the quorum; try
-`doyen line`, `watch`, `resign`, `transfer` and `cluster status` from another terminal. Without a
-terminal, with --for or with --json, leaders are killed and frozen in turn. In both cases the audit
-logs of the candidates are verified at the end.
+`doyen line`, `watch`, `resign`, `transfer` and `cluster status` from another terminal. The same is
+served as a page for the browser, as by `doyen dash`, on which processes can be killed and frozen,
+too; its address is shown. Without a terminal, with --for or with --json, leaders are killed and
+frozen in turn, and the page is served only with --listen. In both cases the audit logs of the
+candidates are verified at the end.
 
 exit codes:
   0    the audit logs prove that there were never two leaders at a time and that
@@ -57,6 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--ttl SECONDS", lives, "2", dest="ttl_s", type=float)
     lasts = f"run unattended for about this long (default without a terminal: {_DRILL_S:g})"
     add_option(parser, "--for SECONDS", lasts, dest="for_s", type=float)
+    page = "serve the page there (default: in a terminal, on a free port of this machine)"
+    add_option(parser, "--listen HOST:PORT", page)
     store = "the store of the candidates (default: a quorum of three nodes, removed afterwards)"
     add_option(parser, "--store URL", store)
 
@@ -104,16 +109,19 @@ def _run(
             quorum=quorum,
         )
         stack.callback(cluster.stop)
+        page = _page(cluster, args.listen, stack, live=live)
         if live:
             from doyen.cli.up.live import show
 
-            show(cluster, stopping=interrupts.stopping)
+            show(cluster, stopping=interrupts.stopping, page=page)
         else:
             out = console()
             report_line = (lambda _: None) if args.json else out.print
             if quorum:
                 report_line(f"a quorum of {len(quorum.servers)} nodes: {store}")
             report_line(f"{args.candidates} candidates on {'it' if quorum else store}")
+            if page:
+                report_line(f"in a browser: {page}")
             report_line(f"ttl {timing.ttl_s:g} s; a failover takes at most {worst_s:.2f} s")
             drill = Drill(
                 cluster,
@@ -137,6 +145,19 @@ def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
     stack.callback(quorum.stop)
     quorum.start()
     return quorum
+
+
+def _page(cluster: CandidateGroup, address: str | None, stack: ExitStack, *, live: bool) -> str:
+    """Serve the page; the address of the page, or an empty string without one."""
+    if not address and not (live and find_spec("uvicorn") and find_spec("starlette")):
+        return ""
+    from doyen.cli.up.page import open_page
+    from doyen.web.serving import require_web
+
+    require_web()
+    thread, url = open_page(cluster, address or "127.0.0.1:0")
+    stack.callback(thread.stop)
+    return url
 
 
 def _print(verdict: DrillResult, args: argparse.Namespace, directory: Path, *, keep: bool) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,7 @@ class CandidateGroup(ProcessGroup[CandidateProcess]):
         self.history = ElectionHistory()
         self.failures: list[str] = []
         """Errors of candidates that ended by themselves."""
+        self.after_tick: Callable[[], None] = lambda: None
 
     def tick(self) -> None:
         """Read audit logs, and reap, thaw and start candidates where due."""
@@ -174,6 +176,7 @@ class CandidateGroup(ProcessGroup[CandidateProcess]):
         self._reap()
         self.read()
         self._restart()
+        self.after_tick()
 
     def read(self) -> None:
         """Take in what the audit logs have got."""

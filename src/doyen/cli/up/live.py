@@ -29,9 +29,10 @@ _FRAME_S = 0.1
 _BAR = 24
 
 
-def show(cluster: CandidateGroup, *, stopping: Callable[[], bool]) -> None:
-    """Show the view and handle keys until `q`, the end of the input, or `stopping`."""
-    controls, fd = _Controls(cluster), sys.stdin.fileno()
+def show(cluster: CandidateGroup, *, stopping: Callable[[], bool], page: str = "") -> None:
+    """Show the view and handle keys until `q`, the end of the input, or `stopping`. `page` is the
+    address of the page, if there is one."""
+    controls, fd = _Controls(cluster, page), sys.stdin.fileno()
     with _single_keys(fd), _view(controls) as draw:
         while not stopping():
             cluster.tick()
@@ -73,8 +74,9 @@ def _pressed(fd: int, within_s: float) -> list[str]:
 class _Controls:
     """Carries out keys, on the chosen candidate or on the leader."""
 
-    def __init__(self, cluster: CandidateGroup) -> None:
+    def __init__(self, cluster: CandidateGroup, page: str) -> None:
         self.cluster = cluster
+        self.page = page
         self.chosen: CandidateProcess | None = None
         """The candidate that keys act on; None for the leader."""
 
@@ -107,7 +109,7 @@ class _Controls:
         return f"{whom}: k kill  f freeze/thaw  r resign  |  {choose}  |  q quit"
 
 
-class _State(NamedTuple):
+class CandidateState(NamedTuple):
     """The state of a candidate: a word, details and a colour."""
 
     word: str
@@ -115,24 +117,24 @@ class _State(NamedTuple):
     colour: str
 
 
-def _state(cluster: CandidateGroup, candidate: CandidateProcess) -> _State:
+def state_of(cluster: CandidateGroup, candidate: CandidateProcess) -> CandidateState:
     now = cluster.now()
     term, behind = cluster.history.term(candidate.name), cluster.history.behind(candidate.name)
     if not candidate.alive:
         left_s = max(0.0, candidate.died_at + RESTART_AFTER_S - now)
-        return _State("dead", f"restarts in {left_s:.1f} s", "red")
+        return CandidateState("dead", f"restarts in {left_s:.1f} s", "red")
     if candidate.frozen_at is not None:
         left_s = max(0.0, candidate.frozen_at + cluster.thaw_after_s - now)
         was = "ex-leader" if candidate is not cluster.leader else "leader"
         word = "frozen" if term is None else f"frozen {was}"
-        return _State(
+        return CandidateState(
             word, f"for {now - candidate.frozen_at:.1f} s, thaws in {left_s:.1f} s", "cyan"
         )
     if candidate is cluster.leader and term is not None:
-        return _State("leading", f"token {term.token}", "green")
+        return CandidateState("leading", f"token {term.token}", "green")
     if behind is not None:
-        return _State("waiting", f"behind {behind}", "")
-    return _State("starting", "", "dim")
+        return CandidateState("waiting", f"behind {behind}", "")
+    return CandidateState("starting", "", "dim")
 
 
 def _vacancy(cluster: CandidateGroup) -> str:
@@ -181,10 +183,12 @@ class _LineView:
     def draw(self) -> None:
         cluster, controls = self._controls.cluster, self._controls
         if controls.help != self._help:
+            if controls.page and not self._help:
+                print(f"in a browser: {controls.page}", flush=True)
             self._help = controls.help
             print(self._help, flush=True)
         for candidate in cluster.candidates:
-            state = _state(cluster, candidate)
+            state = state_of(cluster, candidate)
             changed = state.word != self._states.get(candidate.name)
             self._states[candidate.name] = state.word
             if changed and state.colour in ("red", "cyan"):
@@ -227,7 +231,10 @@ class _ScreenView:
             f" failover within {cluster.worst_s:.2f} s; work done: {cluster.work_done}"
         )
         elsewhere = f" in another terminal: doyen watch {ELECTION} --store {cluster.store}"
-        return [[(" doyen up", "bold"), (figures, "dim")], [(elsewhere, "dim")]]
+        title: list[_Line] = [[(" doyen up", "bold"), (figures, "dim")], [(elsewhere, "dim")]]
+        if self._controls.page:
+            title.append([(f" in a browser: {self._controls.page}", "dim")])
+        return title
 
     def _leader(self) -> list[_Line]:
         cluster = self._controls.cluster
@@ -264,7 +271,7 @@ class _ScreenView:
     def _candidates(self) -> list[_Line]:
         lines: list[_Line] = []
         for number, candidate in enumerate(self._controls.cluster.candidates, 1):
-            state = _state(self._controls.cluster, candidate)
+            state = state_of(self._controls.cluster, candidate)
             mark = ">" if candidate is self._controls.target else " "
             name = f" {mark} {number}  {candidate.name:<10}"
             lines.append([name, (f"{state.word:<18}", state.colour), state.detail])

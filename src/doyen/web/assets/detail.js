@@ -6,7 +6,10 @@ import { $, clock, el, hue, many, name, span } from './text.js';
 import { get, isLive, known, now, state } from './state.js';
 import { resign, transfer, whyNot } from './dialog.js';
 
-let full = null, asked = '', live = null;
+let full = null, asked = '', live = null, pressed = false, due = false;
+// While a button is pressed nothing is replaced, so that the click reaches it.
+$('detail').addEventListener('pointerdown', () => { pressed = true; });
+addEventListener('pointerup', () => { if (pressed) { pressed = false; if (due) setTimeout(draw); } });
 
 // Details that are not part of a row: the whole names, meta, the line. Asked for when the row has changed.
 async function fetchFull(row) {
@@ -26,6 +29,8 @@ export function detail() {
 }
 
 function draw() {
+  due = pressed;
+  if (pressed) return;
   const root = $('detail'), row = state.rows.get(view.selected);
   const focused = document.activeElement?.dataset?.act;
   if (!row) { root.hidden = true; return; }

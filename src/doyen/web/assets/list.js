@@ -10,7 +10,13 @@ export const view = { minutes: 15, selected: null, order: [], filter: '', sort: 
 const RANGES = [5, 15, 60, 360, 1440];
 const NOTCH = 1 / 6 + .005;   // of the ttl: where a leader stops itself, with the default options
 
-const rowHeight = () => parseFloat(getComputedStyle(document.documentElement).getPropertyValue('--row'));
+// Measured when the window changes, and not while drawing: reading sizes after writing costs a layout.
+const size = { row: 27, height: 0, lane: 300 };
+function measure() {
+  size.row = parseFloat(getComputedStyle(document.documentElement).getPropertyValue('--row'));
+  size.height = scroll.clientHeight;
+  size.lane = $('axis').clientWidth || size.lane;
+}
 const frame = () => { const end = now(); return { from: end - view.minutes * 60, to: end, known: Math.min(end, known()) }; };
 
 // What a row says about its election: led, lost (nobody, and somebody should), free, or unknown.
@@ -89,11 +95,11 @@ function makeRow() {
   return d;
 }
 
-let laneWidth = 300, posted = '', postTimer = 0;
+let posted = '', postTimer = 0;
 export function layout(only) {
-  laneWidth = pool.find(d => d.row)?.parts.lane.clientWidth || laneWidth;   // read before anything is written
-  const h = rowHeight(), first = Math.floor(scroll.scrollTop / h);
-  const need = Math.min(view.order.length, Math.ceil(scroll.clientHeight / h) + 1);
+  if (!size.height) measure();
+  const h = size.row, first = Math.floor(scroll.scrollTop / h);
+  const need = Math.min(view.order.length, Math.ceil(size.height / h) + 1);
   const height = `${view.order.length * h}px`;
   if (pad.style.height !== height) pad.style.height = height;
   while (pool.length < need) pool.push(makeRow());
@@ -103,15 +109,15 @@ export function layout(only) {
     if (!row) { d.hidden = true; d.row = null; return; }
     const moved = d.row?.key !== key || d.hidden;
     d.hidden = false;
-    d.style.transform = `translateY(${at * h}px)`;
-    d.setAttribute('aria-posinset', at + 1);
+    if (moved || d.at !== at) { d.at = at; d.style.transform = `translateY(${at * h}px)`; d.setAttribute('aria-posinset', at + 1); }
     d.setAttribute('aria-setsize', view.order.length);
     d.row = row;
     if (moved || !only || only.has(key)) fill(d);
   });
   const inAll = state.rows.size, shown = pool.filter(d => d.row).length;
-  $('count').textContent = view.filter ? `${thousands(view.order.length)} of ${thousands(inAll)} match`
-    : inAll > shown ? `${Math.min(shown, Math.floor(scroll.clientHeight / h))} of ${thousands(inAll)}` : thousands(inAll);
+  const count = view.filter ? `${thousands(view.order.length)} of ${thousands(inAll)} match`
+    : inAll > shown ? `${Math.min(shown, Math.floor(size.height / h))} of ${thousands(inAll)}` : thousands(inAll);
+  if ($('count').textContent !== count) $('count').textContent = count;
   tellShown();
 }
 
@@ -146,7 +152,7 @@ function fill(d) {
   const gone = how === 'lost' && last;
   p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))} ago, ${CAUSES[last[4]]}` : 'none seen';
   d.setAttribute('aria-label', `${row.name}, ${row.kind.slice(0, -1)}: ${who}, token ${row.token ?? 'none'}, ${row.line} in line`);
-  drawLane(p.lane, row.terms, frame(), laneWidth);
+  drawLane(p.lane, row.terms, frame(), size.lane);
   lease(d);
 }
 
@@ -162,7 +168,7 @@ function lease(d) {
 export function leases() { for (const d of pool) if (d.row) { lease(d); if (d.row.leader != null && !isLive() && condition(d.row) === 'unknown' && !d.classList.contains('unknown')) fill(d); } }
 
 export function lanes() {
-  drawAxis($('axis'), frame(), $('axis').clientWidth || laneWidth);
+  drawAxis($('axis'), frame(), size.lane);
   if (view.termAt == null) for (const d of pool) if (d.row) fill(d);
 }
 
@@ -174,9 +180,9 @@ export function select(key, reveal) {
   view.termAt = null;
   tip.hide();
   if (reveal) {
-    const h = rowHeight(), at = view.order.indexOf(key) * h;
+    const h = size.row, at = view.order.indexOf(key) * h;
     if (at < scroll.scrollTop) scroll.scrollTop = at;
-    else if (at + h > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = at + h - scroll.clientHeight;
+    else if (at + h > scroll.scrollTop + size.height) scroll.scrollTop = at + h - size.height;
   }
   layout();
   scroll.setAttribute('aria-activedescendant', 'selected-row');
@@ -186,7 +192,7 @@ export function step(by) {
   const at = view.order.indexOf(view.selected);
   select(view.order[Math.max(0, Math.min(view.order.length - 1, at + by))], true);
 }
-export const pageOfRows = () => Math.max(1, Math.floor(scroll.clientHeight / rowHeight()) - 1);
+export const pageOfRows = () => Math.max(1, Math.floor(size.height / size.row) - 1);
 
 export function setRange(minutes) {
   if (!minutes) return;
@@ -231,4 +237,4 @@ pad.addEventListener('pointermove', event => {
 });
 pad.addEventListener('pointerleave', () => { if (view.termAt == null) tip.hide(); });
 scroll.addEventListener('scroll', () => { tip.hide(); layout(new Set()); }, { passive: true });
-addEventListener('resize', () => { lanes(); layout(); });
+new ResizeObserver(() => { measure(); lanes(); layout(); }).observe(scroll);

@@ -299,11 +299,14 @@ function drawNodes(q) {
 }
 
 // ---- the processes of `doyen up` ---------------------------------------------------------------
+// A row is made anew only if it has changed, so that a click is not lost.
+const processRows = new Map();
 function drawProcesses(all) {
-  const root = $('processes-body'), off = whyNot() && !/unreachable/.test(whyNot()) ? whyNot() : '';
-  const focused = document.activeElement?.dataset?.process;
-  root.replaceChildren(...all.map(p => {
-    const row = el('div', 'proc'), acts = el('span', 'acts2');
+  const off = whyNot() && !/unreachable/.test(whyNot()) ? whyNot() : '', root = $('processes-body');
+  all.forEach((p, k) => {
+    const mark = JSON.stringify([p, off]), known = processRows.get(p.name);
+    if (known?.mark === mark) return;
+    const row = el('div', 'proc'), acts = el('span', 'acts2'), focused = document.activeElement?.dataset?.process;
     row.append(el('span', `dot ${{ dead: 'bad', frozen: 'warn', starting: 'unknown' }[p.state] ?? ''}`), el('b', '', p.name), el('span', 'muted clip', p.detail ? `${p.word}, ${p.detail}` : p.word));
     for (const [action, label] of p.actions) {
       const b = el('button', action === 'kill' ? 'small danger' : 'small', label);
@@ -314,7 +317,8 @@ function drawProcesses(all) {
       acts.append(b);
     }
     row.append(acts);
-    return row;
-  }));
-  if (focused) root.querySelector(`[data-process="${CSS.escape(focused)}"]`)?.focus();
+    if (known) known.row.replaceWith(row); else root.append(row);
+    processRows.set(p.name, { mark, row });
+    if (focused) row.querySelector(`[data-process="${CSS.escape(focused)}"]`)?.focus();
+  });
 }

@@ -67,9 +67,9 @@ export function drawAxis(axis, view, width, end = 'now') {
   const length = view.to - view.from, room = Math.max(2, Math.floor(width / 90));
   const step = STEPS.find(s => length / s <= room) ?? 604800;
   const parts = [];
-  for (let t = Math.ceil(view.from / step) * step; t < view.to - step * .3; t += step) {
+  for (let t = Math.ceil(view.from / step) * step; t < view.to; t += step) {
     const f = (t - view.from) / length;
-    if (f < .05) continue;
+    if (f < .05 || (1 - f) * width < (end === 'now' ? 58 : 100)) continue;
     const digits = step < .01 ? 3 : step < .1 ? 2 : step < 1 ? 1 : 0;
     const text = step >= 86400 ? day(t) : step >= 60 ? clock(t).slice(0, 5) : clock(t, digits);
     const tick = el('i', '', text);

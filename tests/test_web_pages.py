@@ -1,0 +1,426 @@
+"""The pages in a real browser: a quorum whose leaders are killed and frozen, a transfer by click, a
+store that does not answer, 5,000 elections, hostile names, and foreign pages that are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, CDPSession, Page, expect
+
+import doyen
+import servers
+from browser import browser, opened, picture
+from doyen.cli import main
+from doyen.lease.clock import SystemClock
+from doyen.model import Claim, leader_key, line_key
+from doyen.stores import memory
+from doyen.stores.memory import MemoryServer
+from doyen.web.observation import StoreObservation
+from doyen.web.serving import PageListener, PageThread, listen
+from test_cli_up import Terminal, terminal
+
+__all__ = ["browser"]
+
+HOSTILE = ["<script>alert(1)</script>", "تقارير-يومية", "x" * 200, "a/b'\"&amp;", "%2e%2e"]
+TTL_S = 60.0
+
+
+@contextmanager
+def dash(url: str, *, allow_actions: bool = False) -> Iterator[PageListener]:
+    """The page of a store, served by a thread of this process."""
+    listener = listen("127.0.0.1:0", allow_actions=allow_actions)
+    thread = PageThread(lambda: StoreObservation(url), listener)
+    thread.start()
+    try:
+        yield listener
+    finally:
+        thread.stop()
+        listener.socket.close()
+    assert thread.error is None
+
+
+@contextmanager
+def crowd(names: list[str], *, leader: str = "server1") -> Iterator[tuple[str, MemoryServer]]:
+    """A memory store with elections of these names, each with a leader and two in line."""
+    server = MemoryServer(SystemClock())
+    memory._servers["crowd", 0] = server
+    leases = [server.grant(TTL_S).id for _ in range(3)]
+    for number, name in enumerate(names):
+        elect(server, name, f"{leader}{number % 7 or ''}", leases[0])
+        for place in (1, 2):
+            waiting = Claim(f"server{number % 7 + place}", f"{number}-{place}", {"host": "job-1"})
+            server.enqueue(line_key(name), waiting.encode(), leases[place])
+    try:
+        yield "memory://crowd", server
+    finally:
+        del memory._servers["crowd", 0]
+
+
+def elect(server: MemoryServer, election: str, name: str, lease: str) -> None:
+    claim = Claim(name, f"{name}-{election}", {"host": "web-1"}, 0, time.time(), TTL_S)
+    assert server.create(leader_key(election), claim.encode(), lease).won
+
+
+def row(page: Page, name: str) -> Any:
+    return page.locator(".row:not([hidden])").filter(has=page.get_by_text(name, exact=True))
+
+
+@contextmanager
+def reading(shown: Terminal) -> Iterator[None]:
+    """Read the terminal meanwhile: a program whose output is not read stands still."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            shown._read()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_quorum_whose_leaders_are_killed_and_frozen(tmp_path: Path, browser: Browser) -> None:
+    """`doyen up` beside its page: kill, freeze, resign and transfer by click."""
+    with terminal(tmp_path, quorum=True) as shown:
+        url = shown.seen(r"in a browser: (http://127\.0\.0\.1:\d+/#token=\S+)")[1]
+        with reading(shown), opened(browser, url) as page:
+            demo = row(page, "demo")
+            token = demo.locator(".tok")
+            expect(demo.locator(".dot")).to_have_class("dot ")
+            expect(page.locator("#nodes-table .role.leader")).to_have_count(1)
+
+            def led_anew(act: str, *, by_other: bool = True) -> None:
+                """Click, and wait until another term is on the page."""
+                expect(page.locator("#detail ol.line li")).to_have_count(2)
+                before, who = int(token.inner_text()), demo.locator(".who").inner_text()
+                page.locator(act.format(who=who)).click()
+                expect(token).not_to_have_text(str(before))
+                page.wait_for_function(
+                    "before => +document.querySelector('.row .tok').textContent > before",
+                    arg=before,
+                )
+                if by_other:
+                    expect(demo.locator(".who")).not_to_have_text(who)
+
+            led_anew("[data-process='ask {who}']")
+            led_anew("[data-process='kill {who}']")
+            expect(page.locator("#detail tbody tr")).to_have_count(2)
+            led_anew("[data-process='freeze {who}']")
+            demo.locator(".lane .g").first.hover()
+            expect(page.locator("#tip")).to_contain_text("Nobody led for")
+            picture(page, "failovers")
+
+            # A leader of the quorum dies; the page and the election go on.
+            node = page.locator("#nodes-table tr", has=page.locator(".role.leader"))
+            name = node.locator("td").first.inner_text()
+            page.locator(f"[data-process='kill {name}']").click()
+            expect(
+                page.locator("#nodes-table tr", has_text=name).locator(".role")
+            ).not_to_have_text("leader")
+            expect(page.locator("#nodes-table .role.leader")).to_have_count(1)
+            expect(page.locator("#health")).to_have_text("healthy")
+            expect(page.locator("#nodes-table .role.silent")).to_have_count(0)
+
+            # Transfer by click: nothing happens until it is confirmed.
+            expect(page.locator("#detail ol.line li")).to_have_count(2)
+            heir = page.locator("#detail ol.line li").nth(1).locator("span").nth(1).inner_text()
+            before = token.inner_text()
+            page.locator("#detail ol.line li").nth(1).get_by_text("Hand over").click()
+            dialog = page.locator("dialog")
+            expect(dialog).to_contain_text(f"Hand demo over to {heir}?")
+            expect(dialog).to_contain_text(f"doyen transfer demo --to {heir}")
+            expect(dialog.get_by_text("Leave as it is")).to_be_focused()
+            picture(page, "transfer")
+            page.keyboard.press("Enter")
+            expect(dialog).to_be_hidden()
+            expect(token).to_have_text(before)
+            page.locator("#detail ol.line li").nth(1).get_by_text("Hand over").click()
+            dialog.get_by_text(f"Hand over to {heir}").click()
+            expect(demo.locator(".who")).to_have_text(heir)
+            expect(page.locator("#toasts")).to_contain_text(f"{heir} leads demo")
+            expect(page.locator("#detail tbody tr").first).to_contain_text("handed over")
+            picture(page, "dash")
+        shown.press("q")
+        assert shown.end() == 0, "the audit logs prove that there was one leader at a time"
+
+
+def test_a_store_that_does_not_answer(browser: Browser) -> None:
+    """Within a ttl the page says since when, shows what it knew, and its actions are off."""
+    with (
+        suppress(doyen.LeadershipLost),  # which is as it should be
+        servers.Quorum() as quorum,
+        dash(quorum.url, allow_actions=True) as listener,
+        doyen.connect_blocking(quorum.url) as session,
+        session.campaign("billing", name="a"),
+        opened(browser, listener.url) as page,
+    ):
+        expect(row(page, "billing").locator(".who")).to_have_text("a")
+        expect(page.locator("#act-resign")).to_be_enabled()
+        expect(page.locator("#banner")).to_be_hidden()
+        quorum.freeze()
+        began = time.monotonic()
+        expect(page.locator("#banner")).to_be_visible()
+        assert time.monotonic() - began < 5.0
+        expect(page.locator("#banner")).to_contain_text("Store unreachable since")
+        expect(page.locator("#banner")).to_contain_text("last known, as of")
+        expect(page.locator("#health")).to_have_text("unreachable")
+        expect(page.locator("#act-resign")).to_be_disabled()
+        expect(row(page, "billing").locator(".lane .u")).to_have_count(1)
+        expect(row(page, "billing").locator(".who")).to_have_text("unknown")
+        picture(page, "unreachable")
+        quorum.thaw()
+        expect(page.locator("#banner")).to_be_hidden()
+        expect(page.locator("#health")).to_have_text("healthy")
+
+
+def test_a_page_whose_server_has_gone(browser: Browser) -> None:
+    with crowd(["billing"]) as (url, _):
+        with dash(url) as listener:
+            quiet = ("Failed to load", "net::")
+            shown = opened(browser, listener.url, allowed_errors=quiet)
+            page = shown.__enter__()
+            expect(page.locator("#health")).to_have_text("healthy")
+        expect(page.locator("#banner")).to_contain_text("This page has lost its server")
+        expect(page.locator("#health")).to_have_text("page offline")
+        shown.__exit__(None, None, None)
+
+
+def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
+    names = [*HOSTILE, *(f"cdc/orders-{number:04d}" for number in range(5000 - len(HOSTILE)))]
+    alerts: list[str] = []
+    with (
+        crowd(names, leader="<img src=x onerror=alert(2)>\u202e" + "y" * 10_000) as (url, server),
+        dash(url) as listener,
+        opened(browser, listener.url) as page,
+    ):
+        page.on("dialog", lambda dialog: alerts.append(dialog.message))
+        expect(page.locator("#count")).to_contain_text("of 5,000")
+        assert page.locator(".row").count() < 60, "only what fits is in the document"
+        page.locator("#scroll").focus()
+        page.keyboard.press("End")
+        expect(row(page, names[-1])).to_be_visible()
+        page.keyboard.press("/")
+        page.keyboard.type("script")
+        expect(page.locator("#count")).to_have_text("1 of 5,000 match")
+        expect(row(page, HOSTILE[0])).to_be_visible()
+        page.keyboard.press("Enter")
+        expect(page.locator("#detail h2")).to_have_text(HOSTILE[0])
+        for name in HOSTILE:
+            page.locator("#filter").fill(name)
+            expect(row(page, name)).to_be_visible()
+        page.locator("#filter").fill("")
+        assert page.locator("main img").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        picture(page, "hostile")
+
+        # While the list is scrolled through and hundreds of elections change, each frame costs a
+        # few layouts of the rows that are shown. Frame times are measured by the benchmarks.
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        before = metrics(session)
+        changing = threading.Thread(target=depose, args=(server, names[100:400]))
+        changing.start()
+        frames = page.evaluate(SCROLL)
+        changing.join()
+        after = metrics(session)
+        assert after["LayoutCount"] - before["LayoutCount"] < 6 * frames
+        assert page.evaluate("document.querySelectorAll('*').length") < 1500
+        expect(page.locator("#s-gap")).to_have_text("300")
+        assert not alerts
+
+
+SCROLL = """async () => {
+    const node = document.getElementById('scroll');
+    for (let k = 0; k < 60; k++) {
+        node.scrollTop += 997;
+        await new Promise(done => requestAnimationFrame(done));
+    }
+    return 60;
+}"""
+
+
+def metrics(session: CDPSession) -> dict[str, float]:
+    """Chromium's own figures."""
+    found = session.send("Performance.getMetrics")["metrics"]
+    return {each["name"]: each["value"] for each in found}
+
+
+def depose(server: MemoryServer, names: list[str]) -> None:
+    for name in names:
+        server.delete(leader_key(name))
+
+
+def test_a_foreign_page_can_neither_read_nor_act(browser: Browser) -> None:
+    with (
+        crowd(["billing"]) as (url, _),
+        dash(url, allow_actions=True) as listener,
+        elsewhere() as other,
+    ):
+        own = f"http://127.0.0.1:{listener.port}"
+        token = listener.access.token
+        # A name of others that resolves to this address.
+        context = browser.new_context()
+        page = context.new_page()
+        answer = page.goto(f"http://evil.example:{listener.port}/")
+        assert answer is not None
+        assert answer.status == 421
+        # A page of another origin, even one that knows the token.
+        page.goto(other)
+        for options in ({}, {"mode": "no-cors"}, {"headers": {"authorization": f"Bearer {token}"}}):
+            text = page.evaluate(READ, [f"{own}/api/election?key=elections/billing", options])
+            assert text in ("refused", ""), text
+        act = {"action": "resign", "kind": "elections", "name": "billing", "token": 1}
+        posted = {"method": "POST", "body": json.dumps(act), "mode": "no-cors"}
+        assert page.evaluate(READ, [f"{own}/api/act", posted]) in ("refused", "")
+        framed = page.evaluate(FRAME, own)
+        assert framed == "blocked"
+        context.close()
+        with opened(browser, listener.url) as mine:
+            expect(row(mine, "billing").locator(".who")).to_have_text("server1")
+            assert "token" not in mine.url, "the token does not stay in the address"
+
+
+READ = """async ([url, options]) => {
+    try { return await (await fetch(url, options)).text(); } catch (error) { return 'refused'; }
+}"""
+FRAME = """url => new Promise(done => {
+    const frame = document.createElement('iframe');
+    frame.onload = () => {
+        try { frame.contentWindow.location.href; done('own'); } catch { done('blocked'); }
+    };
+    frame.src = url;
+    document.body.append(frame);
+})"""
+
+
+class _Other(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>other</title><body>")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - of the base class
+        pass
+
+
+@contextmanager
+def elsewhere() -> Iterator[str]:
+    """A page of another origin."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Other) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_and_both_themes(browser: Browser, scheme: Any) -> None:
+    """Nothing is wider than the screen, and text can be read."""
+    with crowd(["billing", "reports", *HOSTILE]) as (url, _), dash(url) as listener:
+        phone = {"width": 390, "height": 844}
+        with opened(
+            browser,
+            listener.url,
+            viewport=phone,
+            color_scheme=scheme,
+            has_touch=True,
+            reduced_motion="reduce",
+        ) as page:
+            expect(row(page, "billing")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            row(page, "reports").tap()
+            expect(page.locator("#detail h2")).to_have_text("reports")
+            expect(page.locator("#detail .why")).to_contain_text("without --allow-actions")
+            low = page.evaluate(CONTRAST)
+            assert not low, low
+            picture(page, f"phone-{scheme}")
+
+
+CONTRAST = """() => {
+    const parse = c => (c.match(/[\\d.]+/g) || []).map(Number);
+    const light = ([r, g, b]) => {
+        const [x, y, z] = [r, g, b].map(v => {
+            v /= 255;
+            return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+        });
+        return .2126 * x + .7152 * y + .0722 * z;
+    };
+    const ground = node => {
+        for (let n = node; n; n = n.parentElement) {
+            const c = parse(getComputedStyle(n).backgroundColor);
+            if (c.length === 3 || c[3] === 1) return c;
+        }
+        return [255, 255, 255];
+    };
+    const found = [];
+    for (const node of document.querySelectorAll('body *')) {
+        const own = [...node.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+        if (!own || !node.checkVisibility() || node.closest('.vh,[disabled],script')) continue;
+        const a = light(parse(getComputedStyle(node).color)), b = light(ground(node));
+        const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+        if (ratio < 4.45) found.push([node.className, node.textContent.slice(0, 30), ratio]);
+    }
+    return found;
+}"""
+
+
+def audit_log(path: Path, *, overlapping: bool) -> None:
+    """Two processes that led one after the other, or at the same time."""
+
+    def line(event: str, at: float, session: str, **more: Any) -> str:
+        stamp = {"at": at, "wall": 1.7e9 + at, "boot": "b", "pid": len(session), "session": session}
+        common = {"election": HOSTILE[0], "lease": f"{session}-{at}", "name": f"server-{session}"}
+        return json.dumps({"event": event, **common, **more, **stamp}, separators=(",", ":"))
+
+    begins = 5.0 if overlapping else 12.0
+    lines = [
+        line("elected", 1.0, "a", token=1, valid_until=10.0),
+        line("elected", begins, "bb", token=2, valid_until=60.0),
+        line("resigned", 50.0, "bb", token=2),
+        line("elected", 50.1, "a", token=3, valid_until=90.0),
+    ]
+    path.write_text("".join(f"{each}\n" for each in lines))
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_report_is_one_file_with_its_proof(
+    tmp_path: Path, browser: Browser, overlapping: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit_log(tmp_path / "log", overlapping=overlapping)
+    report = tmp_path / "report.html"
+    code = main(["verify", str(tmp_path / "log"), "--html", str(report)])
+    assert code == (1 if overlapping else 0)
+    capsys.readouterr()
+    with opened(browser, report.as_uri()) as page:
+        expect(page.locator("#heading")).to_have_text("Disproved" if overlapping else "Proved")
+        expect(page.locator(".row:not([hidden]) .clip")).to_have_text(HOSTILE[0])
+        expect(page.locator(".lane .t")).to_have_count(3)
+        if overlapping:
+            expect(page.locator("#violations pre").first).to_contain_text("server-bb, token 2")
+            page.get_by_text("Show on the timeline").first.click()
+            page.locator(".lane .v").hover()
+            expect(page.locator("#tip")).to_contain_text("two leaders of")
+        else:
+            page.locator("#scroll").focus()
+            page.keyboard.press("ArrowRight")
+            page.keyboard.press("ArrowRight")
+            expect(page.locator("#tip")).to_contain_text(re.compile("Nobody led for 2.0 s"))
+        picture(page, f"report-{'disproved' if overlapping else 'proved'}")
