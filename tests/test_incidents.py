@@ -38,7 +38,7 @@ from doyen.lease.keepalive import Keepalive
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
-from doyen.session import Campaign
+from doyen.scopes import Campaign
 from doyen.stores.memory import MemoryServer, _Held
 from doyen.stores.port import Creation, Store
 from doyen.testing.faults import Expired, Faults, FaultyStore, RefusedCall, Stray, Unanswered
@@ -343,7 +343,7 @@ def entered_unheld(patch: pytest.MonkeyPatch) -> None:
             return None
 
     async def if_entered(self: Campaign, *error: Any) -> Any:
-        return await leave(self, *error) if hasattr(self, "_term") else None
+        return await leave(self, *error) if self.term is not None else None
 
     patch.setattr(Campaign, "__aenter__", anyway)
     patch.setattr(Campaign, "__aexit__", if_entered)
@@ -572,7 +572,7 @@ async def test_a_lease_revoked_by_the_stores_mistake_is_noticed_at_once(place: P
 
 
 def scopes_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("doyen.session.enter_term", lambda *entered: None)
+    patch.setattr("doyen.scopes.enter_term", lambda *entered: None)
 
 
 @broken_by(scopes_forgotten)

@@ -18,7 +18,7 @@ from doyen.election.options import Recipe
 from doyen.errors import StaleToken
 from doyen.events import Elected, Resigned
 from doyen.model import leader_key
-from doyen.session import Campaign
+from doyen.scopes import Campaign
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
 from support import STOP_BUDGET_S, VALID_S, Place, keepalive_of, now, soon, until, virtual
 

@@ -13,6 +13,7 @@ import inspect
 import os
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from types import FunctionType
@@ -22,7 +23,7 @@ from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
-from doyen.errors import AlreadyCampaigning, ConfigError, SessionClosed
+from doyen.errors import ConfigError, SessionClosed
 from doyen.lease.runtime import ThreadRuntime
 from doyen.lifetime import track, untrack
 from doyen.manage.barrier import arrive
@@ -60,16 +61,13 @@ from doyen.model import (
     SessionHealth,
     Unreachable,
 )
+from doyen.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
 from doyen.session import (
     OBSERVED,
     ConnectOptions,
     Observing,
-    candidacy_of,
     connect,
-    enter_term,
-    exit_term,
     settings_of,
-    settle_loss,
 )
 from doyen.term import Term, TermState
 
@@ -178,14 +176,18 @@ class BlockingSession:
         self, election: str, **options: Unpack[CampaignOptions]
     ) -> Iterator[RepeatedBlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
+        rounds = Rounds(election)
         while True:
             settings = CampaignSettings(election=election, **options)
-            yield RepeatedBlockingCampaign(self._opened, self._runtime, settings)
+            campaign = RepeatedBlockingCampaign(self._opened, self._runtime, settings)
+            yield campaign
+            if pause_s := rounds.pause_s(campaign):
+                time.sleep(pause_s)
 
-    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
+    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingLock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
         settings = CampaignSettings(election=lock, kind="locks", **options)
-        return BlockingCampaign(self._opened, self._runtime, settings)
+        return BlockingLock(self._opened, self._runtime, settings)
 
     def semaphore(
         self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]
@@ -398,58 +400,6 @@ class BlockingSession:
             observing.cancel()
 
 
-class BlockingCampaign:
-    """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
-    `LeadershipLost` if the term was lost."""
-
-    def __init__(
-        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
-    ) -> None:
-        self._core = core
-        self._runtime = runtime
-        self._settings = settings
-        self._entered = False
-
-    def __enter__(self) -> Term:
-        if self._entered:
-            raise AlreadyCampaigning("a campaign is entered once; make another")
-        core, runtime = self._core, self._runtime
-        candidacy = candidacy_of(core, self._settings)
-        self._entered = True
-        runtime.retain()
-        try:
-            while True:
-                self._candidacy = candidacy
-                try:
-                    term = runtime.do_blocking(core.run(candidacy.win))
-                except BaseException:
-                    runtime.start(candidacy.leave())
-                    raise
-                if term.valid:
-                    break
-                runtime.finish_blocking(candidacy.leave())
-                candidacy = candidacy_of(core, self._settings)
-        except BaseException:
-            runtime.release()
-            raise
-        self._term = term
-        enter_term(term, core, self._settings, candidacy)
-        return term
-
-    def _leave(self, error: BaseException | None, *, again: bool) -> bool:
-        kept = exit_term(self._term, self._core)
-        try:
-            self._runtime.finish_blocking(self._candidacy.leave())
-        finally:
-            self._runtime.release()
-        if kept or not isinstance(error, Exception | None):
-            return False
-        return settle_loss(self._term, error, again=again)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._leave(error, again=False)
-
-
 class BlockingJoining:
     """Membership in a group as a scope. Made by `BlockingSession.member`."""
 
@@ -507,15 +457,6 @@ class BlockingGroupMember(MemberView):
         core = self._registration.core
         assert isinstance(core.runtime, ThreadRuntime)
         core.runtime.do_blocking(core.run(work))
-
-
-class RepeatedBlockingCampaign(BlockingCampaign):
-    """One round of `BlockingSession.campaigns`; a loss ends the body and nothing else."""
-
-    def __exit__(  # type: ignore[override]  # only this one may suppress an exception
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> bool:
-        return self._leave(error, again=True)
 
 
 def connect_blocking(url: str | None = None, **options: Unpack[ConnectOptions]) -> BlockingSession:

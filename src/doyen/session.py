@@ -1,9 +1,7 @@
-"""The asynchronous API: a session, its campaigns, and leadership as a cancel scope.
+"""The asynchronous API: a session, and what it has.
 
 All code that talks to the store runs on doyen's loop (`doyen.election`). This module connects it
-to the caller's loop, and turns a loss into cancellation of the body in the way of
-`asyncio.timeout`: a cancellation by the user is never swallowed, and a body that swallows ours
-still ends in `LeadershipLost`.
+to the caller's loop. Campaigns and locks are in `doyen.scopes`.
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
-from doyen.election.candidate import Candidacy, Claiming, entered_terms
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
-from doyen.errors import AlreadyCampaigning, LeadershipLost, SessionClosed, StaleToken
+from doyen.errors import SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.lifetime import body_begins, body_ended, track, untrack
+from doyen.lifetime import track, untrack
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
     INVENTORY_KINDS,
@@ -44,7 +41,6 @@ from doyen.manage.members import (
     read_members,
 )
 from doyen.manage.publishing import ListPublisher, observe_published, read_published
-from doyen.manage.semaphore import SlotClaiming
 from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
 from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map
@@ -61,6 +57,7 @@ from doyen.model import (
     SessionHealth,
     Unreachable,
 )
+from doyen.scopes import Campaign, Lock, RepeatedCampaign, Rounds
 from doyen.stores.choice import choose_store
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
@@ -76,30 +73,6 @@ OBSERVED = 64
 """How many changes wait for an observer. A slower observer misses the oldest."""
 Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, None]]
 """Delivers changes until cancelled."""
-
-
-def enter_term(
-    term: Term, core: SessionCore, settings: CampaignSettings, candidacy: Candidacy
-) -> None:
-    entered_terms.set((*entered_terms.get(), (term, core, settings)))
-    body_begins(term, core, candidacy)
-
-
-def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
-    """The candidacy for an election, a lock, or a slot of a semaphore."""
-    slots = settings.kind == "semaphores"
-    return Candidacy(core, settings, SlotClaiming if slots else Claiming)
-
-
-def exit_term(term: Term, core: SessionCore) -> bool:
-    """End a term whose body has ended. True if it was valid at that instant."""
-    body_ended(term)
-    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
-    if core.runtime.pid != os.getpid():
-        raise SessionClosed(
-            "this term belongs to the parent process; connect again in the child of a fork"
-        )
-    return term._conclude()
 
 
 class Session:
@@ -212,21 +185,28 @@ class Session:
 
         A loss ends the body and starts the next campaign instead of raising. An error of the body
         itself is raised. `break` and `return` leave the loop even if the term was lost, so check
-        `term.valid` first.
+        `term.valid` first. A body that ends at once is followed by a pause, and a campaign that was
+        not entered is an error.
         """
+        rounds = Rounds(election)
         while True:
-            yield RepeatedCampaign(self._opened, CampaignSettings(election=election, **options))
+            settings = CampaignSettings(election=election, **options)
+            campaign = RepeatedCampaign(self._opened, settings)
+            yield campaign
+            if pause_s := rounds.pause_s(campaign):
+                await asyncio.sleep(pause_s)
 
-    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> Campaign:
+    def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> Lock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign.
 
             async with session.lock("migration") as term:
                 await migrate(fencing_token=term.token)
 
-        A lock and an election of the same name are independent of each other. `leader`, `line`,
+        Without a scope: `acquire`, `release` and `locked`. A lock and an election of the same name
+        are independent of each other. `leader`, `line`,
         `observe`, `observe_line`, `resign` and `transfer` take `kind="locks"`.
         """
-        return Campaign(self._opened, CampaignSettings(election=lock, kind="locks", **options))
+        return Lock(self._opened, CampaignSettings(election=lock, kind="locks", **options))
 
     def semaphore(self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]) -> Campaign:
         """At most `n` holders at a time: a scope with a slot and a token, as for a lock.
@@ -516,91 +496,6 @@ class Session:
             observing.cancel()
 
 
-class Campaign:
-    """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
-    in `LeadershipLost`."""
-
-    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
-        self._core = core
-        self._settings = settings
-        self._entered = False
-        self._armed = False
-        self._cancelled = False
-
-    async def __aenter__(self) -> Term:
-        if self._entered:
-            raise AlreadyCampaigning("a campaign is entered once; make another")
-        core, runtime = self._core, self._core.runtime
-        candidacy = candidacy_of(core, self._settings)
-        if asyncio.current_task() is None:
-            raise RuntimeError(
-                "a campaign is entered from a task, which is what a loss cancels; nothing was"
-                " sent to the store. Use asyncio.create_task, or asyncio.run"
-            )
-        self._entered = True
-        runtime.retain()
-        try:
-            while True:
-                self._candidacy = candidacy
-                try:
-                    term = await runtime.do(core.run(candidacy.win))
-                except BaseException:
-                    runtime.start(candidacy.leave())
-                    raise
-                if term.valid:
-                    break
-                # The term was won, and lost before this loop could enter it: campaign again.
-                await runtime.finish(candidacy.leave())
-                candidacy = candidacy_of(core, self._settings)
-        except BaseException:
-            runtime.release()
-            raise
-        self._term = term
-        self._arm(term)
-        enter_term(term, core, self._settings, candidacy)
-        return term
-
-    def _arm(self, term: Term) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._loop = asyncio.get_running_loop()
-        self._cancelling_before = task.cancelling()
-        self._armed = True
-        term.on_end(self._over)
-
-    def _over(self) -> None:
-        """The term is over. Any thread. Never cancels from inside the task itself: that would
-        leave a CancelledError pending after the scope."""
-        if self._armed:
-            with contextlib.suppress(RuntimeError):  # the body's loop has been closed
-                self._loop.call_soon_threadsafe(self._cancel_body)
-
-    def _cancel_body(self) -> None:
-        if self._armed and not self._cancelled:
-            self._cancelled = True
-            self._task.cancel()
-
-    async def _leave(self, error: BaseException | None, *, again: bool) -> bool:
-        self._armed = False
-        kept = exit_term(self._term, self._core)
-        pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
-        try:
-            await self._core.runtime.finish(self._candidacy.leave())
-        finally:
-            self._core.runtime.release()
-        if isinstance(error, asyncio.CancelledError):
-            passes = pending > self._cancelling_before
-        else:
-            passes = not isinstance(error, Exception | None)
-        if kept or passes:
-            return False
-        return settle_loss(self._term, error, again=again)
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        await self._leave(error, again=False)
-
-
 class Joining:
     """Membership in a group as a scope. Made by `Session.member`."""
 
@@ -647,27 +542,6 @@ class Publishing:
     async def __aexit__(self, *_: object) -> None:
         if self._runtime.pid == os.getpid():
             await self._runtime.finish(self._publisher.stop())
-
-
-class RepeatedCampaign(Campaign):
-    """One round of `Session.campaigns`; a loss ends the body and nothing else."""
-
-    async def __aexit__(  # type: ignore[override]  # only this one may suppress an exception
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> bool:
-        return await self._leave(error, again=True)
-
-
-def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
-    """End a body whose term was lost: in `LeadershipLost`, with its own error as context.
-
-    With `again`, the caller campaigns again after a loss, so only the body's own errors are raised.
-    """
-    if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
-        return True
-    if again or isinstance(error, LeadershipLost):
-        return False
-    raise term.loss()
 
 
 class ConnectOptions(TypedDict, total=False):

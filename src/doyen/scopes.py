@@ -1,0 +1,472 @@
+"""Leadership and locks as scopes, for asyncio and for threads.
+
+A campaign is entered when it is elected. With asyncio, a loss cancels the body in the way of
+`asyncio.timeout`: a cancellation by the user is never swallowed, and a body that swallows ours
+still ends in `LeadershipLost`. A thread cannot be interrupted, so its body has to look at
+`term.valid`.
+
+A lock is the same, and may also be acquired and released by calls. Then there is no scope to
+cancel, and `release` raises `LeadershipLost` if the lock was lost meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from typing import overload
+
+from doyen.election.candidate import Candidacy, Claiming, entered_terms
+from doyen.election.core import SessionCore
+from doyen.election.options import CampaignSettings
+from doyen.election.queries import read_leader
+from doyen.errors import (
+    AlreadyCampaigning,
+    LeadershipLost,
+    NotElected,
+    SessionClosed,
+    StaleToken,
+)
+from doyen.events.log_lines import log_line
+from doyen.lease.runtime import ThreadRuntime
+from doyen.lifetime import body_begins, body_ended
+from doyen.manage.semaphore import SlotClaiming
+from doyen.term import Term, TermState
+
+__all__ = [
+    "BlockingCampaign",
+    "BlockingLock",
+    "Campaign",
+    "Lock",
+    "RepeatedBlockingCampaign",
+    "RepeatedCampaign",
+    "Rounds",
+]
+
+log = logging.getLogger("doyen")
+
+AT_ONCE_S = 0.1
+"""A body that ends sooner than this ends at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""The pause after a body that ended at once. It doubles each time."""
+
+
+def enter_term(
+    term: Term, core: SessionCore, settings: CampaignSettings, candidacy: Candidacy
+) -> None:
+    entered_terms.set((*entered_terms.get(), (term, core, settings)))
+    body_begins(term, core, candidacy)
+
+
+def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
+    """The candidacy for an election, a lock, or a slot of a semaphore."""
+    slots = settings.kind == "semaphores"
+    return Candidacy(core, settings, SlotClaiming if slots else Claiming)
+
+
+def exit_term(term: Term, core: SessionCore) -> bool:
+    """End a term whose body has ended. True if it was valid at that instant."""
+    body_ended(term)
+    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
+    if core.runtime.pid != os.getpid():
+        raise SessionClosed(
+            "this term belongs to the parent process; connect again in the child of a fork"
+        )
+    return term._conclude()
+
+
+def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
+    """End a body whose term was lost: in `LeadershipLost`, with its own error as context.
+
+    With `again`, the caller campaigns again after a loss, so only the body's own errors are raised.
+    """
+    if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
+        return True
+    if again or isinstance(error, LeadershipLost):
+        return False
+    raise term.loss()
+
+
+class Campaign:
+    """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
+    in `LeadershipLost`."""
+
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        self._core = core
+        self._settings = settings
+        self.entered = False
+        """Whether the scope was entered, or tried to be."""
+        self.term: Term | None = None
+        """The term, once elected."""
+        self.began_at = 0.0
+        """When the body began, on the boot-time clock."""
+        self._task: asyncio.Task[object] | None = None
+        self._armed = False
+        self._cancelled = False
+
+    async def __aenter__(self) -> Term:
+        return await self.enter(cancels=True)
+
+    async def enter(self, *, cancels: bool) -> Term:
+        """Wait until elected. `cancels`: whether a loss cancels the calling task."""
+        if self.entered:
+            raise AlreadyCampaigning("a campaign is entered once; make another")
+        core, runtime = self._core, self._core.runtime
+        candidacy = candidacy_of(core, self._settings)
+        if asyncio.current_task() is None:
+            raise RuntimeError(
+                "a campaign is entered from a task, which is what a loss cancels; nothing was"
+                " sent to the store. Use asyncio.create_task, or asyncio.run"
+            )
+        self.entered = True
+        runtime.retain()
+        try:
+            while True:
+                self._candidacy = candidacy
+                try:
+                    term = await runtime.do(core.run(candidacy.win))
+                except BaseException:
+                    runtime.start(candidacy.leave())
+                    raise
+                if term.valid:
+                    break
+                # The term was won, and lost before this loop could enter it: campaign again.
+                await runtime.finish(candidacy.leave())
+                candidacy = candidacy_of(core, self._settings)
+        except BaseException:
+            runtime.release()
+            raise
+        self.term = term
+        if cancels:
+            self._arm(term)
+        enter_term(term, core, self._settings, candidacy)
+        self.began_at = runtime.clock.now()
+        return term
+
+    def _arm(self, term: Term) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._cancelling_before = task.cancelling()
+        self._armed = True
+        term.on_end(self._over)
+
+    def _over(self) -> None:
+        """The term is over. Any thread. Never cancels from inside the task itself: that would
+        leave a CancelledError pending after the scope."""
+        if self._armed:
+            with contextlib.suppress(RuntimeError):  # the body's loop has been closed
+                self._loop.call_soon_threadsafe(self._cancel_body)
+
+    def _cancel_body(self) -> None:
+        if self._armed and not self._cancelled and self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
+
+    async def leave(self, error: BaseException | None = None, *, again: bool = False) -> bool:
+        """The body has ended, with this error if there is one."""
+        assert self.term is not None
+        self._armed = False
+        kept = exit_term(self.term, self._core)
+        passes = not isinstance(error, Exception | None)
+        if self._task is not None:
+            pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
+            if isinstance(error, asyncio.CancelledError):
+                passes = pending > self._cancelling_before
+        try:
+            await self._core.runtime.finish(self._candidacy.leave())
+        finally:
+            self._core.runtime.release()
+        if kept or passes:
+            return False
+        return settle_loss(self.term, error, again=again)
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self.leave(error)
+
+
+class RepeatedCampaign(Campaign):
+    """One round of `Session.campaigns`; a loss ends the body and nothing else."""
+
+    async def __aexit__(  # type: ignore[override]  # only this one may suppress an exception
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> bool:
+        return await self.leave(error, again=True)
+
+
+class Lock:
+    """A lock, as a scope or by calls. Made by `Session.lock`. Tasks may share it.
+
+    lock = session.lock("migration")
+    if await lock.acquire(wait_s=5):
+        try:
+            await migrate()
+        finally:
+            await lock.release()
+    """
+
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        self._core = core
+        self._settings = settings
+        self._scopes: dict[asyncio.Task[object] | None, Campaign] = {}
+        self._acquired: deque[Campaign] = deque()
+
+    @property
+    def term(self) -> Term | None:
+        """The term of the holder, if the lock was acquired through this object."""
+        held = [*self._acquired, *self._scopes.values()]
+        return held[-1].term if held else None
+
+    async def __aenter__(self) -> Term:
+        campaign = Campaign(self._core, self._settings)
+        term = await campaign.__aenter__()
+        self._scopes[asyncio.current_task()] = campaign
+        return term
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self._scopes.pop(asyncio.current_task()).__aexit__(kind, error, trace)
+
+    @overload
+    async def acquire(self) -> Term: ...
+
+    @overload
+    async def acquire(self, *, wait_s: float | None) -> Term | None: ...
+
+    async def acquire(self, *, wait_s: float | None = None) -> Term | None:
+        """Wait for the lock, and return its term; None if `wait_s` has passed first. Pair it with
+        `release`.
+
+        A loss cancels nothing, because there is no scope: look at `term.valid`, or wait for
+        `term.lost()`.
+        """
+        settings = self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
+        campaign = Campaign(self._core, settings)
+        try:
+            term = await campaign.enter(cancels=False)
+        except AlreadyCampaigning:
+            raise
+        except NotElected:
+            if wait_s is None:
+                raise
+            return None
+        self._acquired.append(campaign)
+        return term
+
+    async def release(self) -> None:
+        """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
+        if not self._acquired:
+            raise RuntimeError("the lock is not held: acquire comes before release")
+        await self._acquired.popleft().leave()
+
+    async def locked(self) -> bool:
+        """Whether anybody holds the lock, read from the store."""
+        core, settings = self._core, self._settings
+        core.check_open()
+        reading = core.run(lambda: read_leader(core, settings.election, settings.kind))
+        return await core.runtime.do(reading) is not None
+
+
+class BlockingCampaign:
+    """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
+    `LeadershipLost` if the term was lost."""
+
+    def __init__(
+        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
+    ) -> None:
+        self._core = core
+        self._runtime = runtime
+        self._settings = settings
+        self.entered = False
+        """Whether the scope was entered, or tried to be."""
+        self.term: Term | None = None
+        """The term, once elected."""
+        self.began_at = 0.0
+        """When the body began, on the boot-time clock."""
+        self._given_up = False
+        self._waiting: Future[Term] | None = None
+
+    def __enter__(self) -> Term:
+        if self.entered:
+            raise AlreadyCampaigning("a campaign is entered once; make another")
+        core, runtime = self._core, self._runtime
+        candidacy = candidacy_of(core, self._settings)
+        self.entered = True
+        runtime.retain()
+        try:
+            while True:
+                self._candidacy = candidacy
+                try:
+                    term = self._win(candidacy)
+                except BaseException:
+                    runtime.start(candidacy.leave())
+                    raise
+                if term.valid:
+                    break
+                runtime.finish_blocking(candidacy.leave())
+                candidacy = candidacy_of(core, self._settings)
+        except BaseException:
+            runtime.release()
+            raise
+        self.term = term
+        enter_term(term, core, self._settings, candidacy)
+        self.began_at = runtime.clock.now()
+        return term
+
+    def _win(self, candidacy: Candidacy) -> Term:
+        waiting = self._waiting = self._runtime.submit(self._core.run(candidacy.win))
+        if self._given_up:
+            waiting.cancel()
+        try:
+            return waiting.result()
+        except BaseException as error:
+            waiting.cancel()
+            if self._given_up and isinstance(error, CancelledError):
+                raise NotElected(f"the campaign for {self._settings.election!r} ended") from None
+            raise
+
+    def give_up(self) -> None:
+        """End the wait for election, which raises `NotElected`. Any thread."""
+        self._given_up = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def leave(self, error: BaseException | None = None, *, again: bool = False) -> bool:
+        """The body has ended, with this error if there is one."""
+        assert self.term is not None
+        kept = exit_term(self.term, self._core)
+        try:
+            self._runtime.finish_blocking(self._candidacy.leave())
+        finally:
+            self._runtime.release()
+        if kept or not isinstance(error, Exception | None):
+            return False
+        return settle_loss(self.term, error, again=again)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.leave(error)
+
+
+class RepeatedBlockingCampaign(BlockingCampaign):
+    """One round of `BlockingSession.campaigns`; a loss ends the body and nothing else."""
+
+    def __exit__(  # type: ignore[override]  # only this one may suppress an exception
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> bool:
+        return self.leave(error, again=True)
+
+
+class BlockingLock:
+    """A lock, as a scope or by calls. Made by `BlockingSession.lock`. Threads may share it.
+
+    lock = session.lock("migration")
+    if lock.acquire(wait_s=5):
+        try:
+            migrate()
+        finally:
+            lock.release()
+    """
+
+    def __init__(
+        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
+    ) -> None:
+        self._core = core
+        self._runtime = runtime
+        self._settings = settings
+        self._scopes: dict[int, BlockingCampaign] = {}
+        self._acquired: deque[BlockingCampaign] = deque()
+
+    @property
+    def term(self) -> Term | None:
+        """The term of the holder, if the lock was acquired through this object."""
+        held = [*self._acquired, *self._scopes.values()]
+        return held[-1].term if held else None
+
+    def __enter__(self) -> Term:
+        campaign = BlockingCampaign(self._core, self._runtime, self._settings)
+        term = campaign.__enter__()
+        self._scopes[threading.get_ident()] = campaign
+        return term
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._scopes.pop(threading.get_ident()).__exit__(kind, error, trace)
+
+    @overload
+    def acquire(self) -> Term: ...
+
+    @overload
+    def acquire(self, *, wait_s: float | None) -> Term | None: ...
+
+    def acquire(self, *, wait_s: float | None = None) -> Term | None:
+        """Wait for the lock, and return its term; None if `wait_s` has passed first. Pair it with
+        `release`."""
+        settings = self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
+        campaign = BlockingCampaign(self._core, self._runtime, settings)
+        try:
+            term = campaign.__enter__()
+        except AlreadyCampaigning:
+            raise
+        except NotElected:
+            if wait_s is None:
+                raise
+            return None
+        self._acquired.append(campaign)
+        return term
+
+    def release(self) -> None:
+        """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
+        if not self._acquired:
+            raise RuntimeError("the lock is not held: acquire comes before release")
+        self._acquired.popleft().leave()
+
+    def locked(self) -> bool:
+        """Whether anybody holds the lock, read from the store."""
+        core, settings = self._core, self._settings
+        core.check_open()
+        reading = core.run(lambda: read_leader(core, settings.election, settings.kind))
+        return self._runtime.do_blocking(reading) is not None
+
+
+class Rounds:
+    """What lies between the rounds of `campaigns`.
+
+    A round that was never entered would make the loop spin, so it is an error. A body that ends at
+    once, with its term still valid, is followed by a pause, which grows as long as that goes on:
+    otherwise leadership would change hands as fast as the store can write.
+    """
+
+    def __init__(self, election: str) -> None:
+        self._election = election
+        self._in_a_row = 0
+
+    def pause_s(self, campaign: Campaign | BlockingCampaign) -> float:
+        """How long to wait after this round."""
+        if not campaign.entered:
+            raise RuntimeError(
+                f"the campaign for {self._election!r} was never entered, so this loop would spin:"
+                " enter it with `with campaign as term:` (asyncio: `async with`)"
+            )
+        term = campaign.term
+        if term is None or term.state is not TermState.ENDED:
+            return 0.0
+        lasted_s = term.ended_at - campaign.began_at
+        if lasted_s >= AT_ONCE_S:
+            self._in_a_row = 0
+            return 0.0
+        pause_s = min(FIRST_PAUSE_S * 2.0**self._in_a_row, LONGEST_PAUSE_S)
+        if not self._in_a_row:
+            line = log_line(
+                event="body_ended_at_once",
+                election=self._election,
+                after_s=round(lasted_s, 3),
+                effect="the next campaigns begin after pauses",
+                remedy="work while term.valid, or leave the loop",
+            )
+            log.warning("%s", line)
+        self._in_a_row = min(self._in_a_row + 1, 30)
+        return pause_s
