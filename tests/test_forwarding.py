@@ -284,7 +284,6 @@ async def test_requests_for_an_earlier_term_are_served_and_for_a_later_one_not(
 @pytest.mark.parametrize(
     "address",
     [
-        None,
         7,
         "http://169.254.169.254:80",
         "http://a",
@@ -324,11 +323,158 @@ async def test_a_loop_ends_after_two_hops(place: Place) -> None:
     """Each process believes that the other leads."""
     pool = Pool()
     a, b = Peer(pool, A), Peer(pool, B)
-    a.view.observed(leader(7, B))
-    b.view.observed(leader(8, A))
+    a.view.observed(leader(8, B))
+    b.view.observed(leader(7, A))
     status, body, _ = await call(b.middleware)
     assert (status, b"forwarded 2 times" in body) == (508, True)
     assert len(pool.sent) == 2
+
+
+@virtual
+async def test_a_request_is_forwarded_again_only_to_a_later_leader(place: Place) -> None:
+    """The address in the record leads to a process that does not lead: an address that several
+    processes share, or a leader that has not begun to serve."""
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    a.view.observed(leader(7))
+    b.view.observed(leader(7))
+    began = asyncio.get_running_loop().time()
+    status, body, _ = await call(b.middleware)
+    assert (status, b"leads to this process, which does not lead" in body) == (503, True)
+    assert len(pool.sent) == 1
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0)
+
+
+@virtual
+async def test_a_leader_that_is_known_to_others_before_it_serves_is_waited_for(
+    place: Place,
+) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        a.view.observed(leader(term.token))
+        b.view.observed(leader(term.token))
+        requests = [asyncio.create_task(call(each.middleware)) for each in (a, b)]
+        await asyncio.sleep(0.5)
+        with a.view.leading(term):
+            assert [(await each)[0] for each in requests] == [200, 200]
+        assert len(pool.sent) == 2
+
+    await leading(place, use)
+
+
+@virtual
+async def test_a_former_leader_forwards_to_its_successor(place: Place) -> None:
+    """Another process has not noticed yet, and sends to the former leader."""
+    pool = Pool()
+    a, b, c = Peer(pool, A), Peer(pool, B), Peer(pool, "http://c:80", trust={A, B})
+
+    async def before(term: Term) -> None:
+        with a.view.leading(term):
+            pass
+        for each in (a, b, c):
+            each.view.observed(leader(term.token))
+        status, body, _ = await call(a.middleware)
+        assert (status, b"the term of this process has ended" in body) == (503, True)
+
+    await leading(place, before)
+    request = asyncio.create_task(call(c.middleware))
+    await asyncio.sleep(0.5)
+
+    async def after(term: Term) -> None:
+        with b.view.leading(term):
+            a.view.observed(leader(term.token, B))
+            assert (await request)[0] == 200
+        assert [dict(each.headers)[b"doyen-hops"] for each in pool.sent] == [b"1", b"2"]
+
+    await leading(place, after)
+
+
+@virtual
+async def test_an_address_that_is_published_later_is_waited_for(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        with a.view.leading(term):
+            b.view.observed(leader(term.token, None))
+            request = asyncio.create_task(call(b.middleware))
+            await asyncio.sleep(1)
+            b.view.observed(leader(term.token, A))
+            assert (await request)[0] == 200
+
+    await leading(place, use)
+    b.view.observed(leader(9, None))
+    status, body, _ = await call(b.middleware)
+    assert (status, b"has no address" in body) == (503, True)
+
+
+class Frozen:
+    """Takes requests, and never answers; or only begins to."""
+
+    def __init__(self, *, starts: bool) -> None:
+        self._starts = starts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._starts:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("starts", [False, True])
+@virtual
+async def test_nobody_waits_for_a_leader_that_was_replaced(place: Place, starts: bool) -> None:
+    pool = Pool()
+    b = Peer(pool, B)
+    pool.apps[A] = Frozen(starts=starts)
+    b.view.observed(leader(7))
+    request = asyncio.create_task(call(b.middleware, method="POST"))
+    await asyncio.sleep(30)
+    assert not request.done()
+    b.view.observed(leader(8, B))
+    await asyncio.sleep(1)
+    assert not request.done()
+    if starts:
+        with pytest.raises(httpcore2.RemoteProtocolError, match="replaced"):
+            await request
+    else:
+        status, body, _ = await request
+        assert (status, b"may have been carried out" in body) == (502, True)
+    assert len(pool.sent) == 1
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+@virtual
+async def test_a_client_that_goes_before_the_end_of_its_request_is_not_waited_for(
+    place: Place,
+) -> None:
+
+    class Patient(Pool):
+        """Waits for an answer even if the request could not be written, as httpcore does."""
+
+        async def handle_async_request(self, request: httpcore2.Request) -> httpcore2.Response:
+            with suppress(httpcore2.WriteError):
+                async for _ in request.stream:  # type: ignore[union-attr]
+                    pass
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    b = Peer(Patient(), B)
+    b.view.observed(leader(7))
+    messages = [
+        {"type": "http.request", "body": b"half", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    scope = http_scope(b"/", "POST", [(b"content-length", b"8")])
+    async with asyncio.timeout(1):
+        await b.middleware(scope, receive, None)  # type: ignore[arg-type]
+    assert messages == []
 
 
 @virtual
@@ -451,7 +597,7 @@ async def test_the_end_of_the_term_ends_what_is_being_served(place: Place) -> No
 
 
 @virtual
-async def test_websockets_of_followers_are_closed_and_health_is_served(place: Place) -> None:
+async def test_websockets_without_a_leader_are_refused_and_health_is_served(place: Place) -> None:
     b = Peer(Pool(), B, wait_s=0)
     socket: list[Any] = []
 
@@ -462,9 +608,11 @@ async def test_websockets_of_followers_are_closed_and_health_is_served(place: Pl
         socket.append(message)
 
     await b.middleware(http_scope(kind="websocket"), receive, send)
-    b.view.observed(leader(7))
-    await b.middleware(http_scope(kind="websocket"), receive, send)
-    assert [message["code"] for message in socket] == [1013, 1013]
+    assert [message["code"] for message in socket] == [1013]
+    denying = http_scope(kind="websocket") | {"extensions": {"websocket.http.response": {}}}
+    await b.middleware(denying, receive, send)
+    assert socket[1]["status"] == 503
+    assert socket[2]["body"] == b"not executed: there is no leader\n"
     assert (await call(b.middleware, b"/healthz"))[0] == 200
     await b.middleware({"type": "lifespan"}, receive, send)
     assert b.app.scopes[-1]["type"] == "lifespan"
@@ -499,7 +647,7 @@ async def test_headers_of_one_connection_are_not_passed_on(place: Place) -> None
             headers = [(b"connection", b"x-own, keep-alive"), (b"x-own", b"1"), (b"te", b"gzip")]
             await call(b.middleware, headers=[*headers, (b"host", b"h"), (b"x-kept", b"1")])
         names = {name for name, _ in a.app.scopes[0]["headers"]}
-        assert names == {b"host", b"x-kept"}
+        assert names == {b"host", b"x-kept", b"x-forwarded-proto"}
 
     await leading(place, use)
 
@@ -552,30 +700,85 @@ def echo(environ: Any, start_response: Any) -> list[bytes]:
     return [environ["REQUEST_METHOD"].encode(), b"" if not doyen_headers else b"forged"]
 
 
-def test_wsgi_serves_as_leader_and_forwards_otherwise() -> None:
+def wsgi_app(app: Any = echo, **options: Any) -> tuple[SyncPool, LeaderView, Any]:
     pool, view = SyncPool(), LeaderView("e")
-    app = wsgi.LeaderMiddleware(
-        echo, pool=pool, view=view, secret=SECRET, trust=TRUST, wait_s=0.3, max_waiting=1
-    )
+    options = {"secret": SECRET, "trust": TRUST, "wait_s": 0.3, "max_waiting": 1, **options}
+    return pool, view, wsgi.LeaderMiddleware(app, pool=pool, view=view, **options)
+
+
+def test_wsgi_serves_as_leader() -> None:
+    _, view, app = wsgi_app()
     assert wsgi_call(app, "/healthz") == ("200 OK", b"GET")
     assert wsgi_call(app)[0].startswith("503")
     with doyen.connect_blocking("memory://wsgi") as session, view.following_blocking(session):
-        with session.campaign("e", meta={"address": A}) as term:
-            with view.leading(term):
-                assert wsgi_call(app, HTTP_DOYEN_TOKEN="9") == ("200 OK", b"GET")
-                assert wsgi_call(wsgi.LeaderRoute(view))[0] == "200 OK"
-            refused = httpcore2.ConnectError("refused")
-            pool.answers = [refused, httpcore2.Response(201, content=b"done")]
-            view.observed(leader(term.token))
-            assert wsgi_call(app, "/\u00c3\u00a9", "POST", body=b"data") == (
-                "201 From the Leader",
-                b"done",
-            )
-            request, body = pool.sent[-1]
-            assert (request.url.target, body) == (b"/%C3%A9", b"data")
-            pool.answers = [httpcore2.ReadError("lost")]
-            status, text = wsgi_call(app, method="POST")
-            assert (status[:3], b"may have been carried out" in text) == ("502", True)
-            assert len(pool.sent) == 2
+        with session.campaign("e", meta={"address": A}) as term, view.leading(term):
+            assert wsgi_call(app, HTTP_DOYEN_TOKEN="9") == ("200 OK", b"GET")
+            assert wsgi_call(wsgi.LeaderRoute(view))[0] == "200 OK"
         assert wsgi_call(wsgi.LeaderRoute(view))[0].startswith("503")
+        assert b"not executed" in wsgi_call(app)[1]
+
+
+def test_wsgi_forwards_otherwise() -> None:
+    pool, view, app = wsgi_app()
+    view.observed(leader(7))
+    answer = httpcore2.Response(201, headers=[(b"Date", b"now")], content=b"done")
+    pool.answers = [httpcore2.ConnectError("refused"), answer]
+    assert wsgi_call(app, "/\u00c3\u00a9", "POST", body=b"data") == ("201 Created", b"done")
+    request, body = pool.sent[-1]
+    assert (request.url.target, body) == (b"/%C3%A9", b"data")
+    pool.answers = [httpcore2.ReadError("lost"), httpcore2.ReadTimeout("frozen")]
+    for expected in ("502", "504"):
+        status, text = wsgi_call(app, method="POST")
+        assert (status[:3], b"may have been carried out" in text) == (expected, True)
+    assert len(pool.sent) == 3
+
+
+def test_wsgi_reads_no_further_than_the_body() -> None:
+    """The input of some servers has no end while the connection is open."""
+    pool, view, app = wsgi_app()
+    view.observed(leader(7))
+    pool.answers = [httpcore2.Response(200, content=b"") for _ in range(2)]
+    for length, read in (("0", b""), ("4", b"data")):
+        more: dict[str, Any] = {
+            "CONTENT_LENGTH": length,
+            "wsgi.input": io.BytesIO(b"dataGET / HTTP/1.1"),
+        }
+        assert wsgi_call(app, method="POST", **more)[0] == "200 OK"
+        assert pool.sent[-1][1] == read
     assert wsgi_call(app, CONTENT_LENGTH="+1")[0].startswith("400")
+    assert wsgi_call(app, HTTP_TRANSFER_ENCODING="chunked")[0].startswith("411")
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_wsgi_cuts_off_what_a_leader_serves_when_its_term_ends(sent: bool) -> None:
+    """A response of which nothing has been sent is replaced."""
+
+    def slow(environ: Any, start_response: Any) -> Any:
+        start_response("200 OK", [])
+        if sent:
+            yield b"begun"
+        environ["end"]()
+        yield b"late"
+
+    _, view, app = wsgi_app(slow)
+    started: list[str] = []
+    received: list[bytes] = []
+
+    def start_response(status: str, headers: Any, error: Any = None) -> None:
+        if error is not None and received:
+            raise error[1]
+        started.append(status)
+
+    with (
+        suppress(LeadershipLost),
+        doyen.connect_blocking("memory://wsgi") as session,
+        session.campaign("e") as term,
+        view.leading(term),
+    ):
+        environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", "end": lambda: term._lose("over")}
+        received.extend(app(environ, start_response))
+    if sent:
+        assert (started, received) == (["200 OK"], [b"begun"])
+    else:
+        assert [status[:3] for status in started] == ["200", "503"]
+        assert b"may have been carried out" in received[0]

@@ -4,8 +4,8 @@
 
 Rules are in `doyen.integrations.forwarding`. Bodies are streamed in both directions, one chunk at a
 time, so a slow reader slows its writer. When the term ends, requests and websockets that are being
-served are ended with it. A websocket at a process that does not lead is closed (1013): its client
-connects again. The HTTP library is httpcore2, which sends a request once and follows no redirects.
+served are ended with it. The HTTP library is httpcore2, which sends a request once and follows no
+redirects. Websockets are forwarded message by message (`doyen.integrations.sockets`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import quote
 
 import httpcore2
 
 from doyen.events.log_lines import log_line
 from doyen.integrations.forwarding import (
+    AGAIN_S,
+    IDLE_S,
+    LAST_WORDS_S,
     ForwardingRules,
     Headers,
     LeaderView,
@@ -28,7 +32,7 @@ from doyen.integrations.forwarding import (
     ServeHere,
     ambiguous,
     framed,
-    passed_on,
+    returned,
     without_doyen,
 )
 from doyen.term import Term
@@ -42,10 +46,6 @@ SendMessage = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, SendMessage], Awaitable[None]]
 
 SERVICE_RESTART, TRY_AGAIN_LATER = 1012, 1013
-CONNECT_S = 2.0
-"""How long a connection to the leader may take."""
-AGAIN_S = 0.2
-"""How long to wait before a leader that refused a connection is tried again."""
 UNSENT = (
     httpcore2.ConnectError,
     httpcore2.ConnectTimeout,
@@ -97,23 +97,21 @@ class LeaderMiddleware:
         rules, view = self._rules, self._rules.view
         method, target = scope.get("method", "GET").encode(), _target(scope)
         forwarded = rules.read(scope["headers"], method, target)
-        until = asyncio.get_running_loop().time() + (rules.wait_s if forwarded is None else 0.0)
+        again = receive
+        if scope["type"] == "websocket":
+            receive, again = await _connected(receive)
+        until = asyncio.get_running_loop().time() + rules.patience_s(forwarded)
         while True:
             seen = view.state
             decision = rules.decide(forwarded)
             if isinstance(decision, ServeHere):
-                await self._serve(decision.term, scope, receive, send)
+                await self._serve(decision.term, scope, again, send)
                 return
             again_s = rules.wait_s
             if isinstance(decision, SendTo):
-                if scope["type"] == "websocket":
-                    await _refuse(
-                        scope, receive, send, RefuseRequest(503, "this process does not lead")
-                    )
-                    return
                 if rules.redirect:
                     location = decision.origin.encode() + target
-                    await _answer(send, 307, "another leads", [(b"location", location)])
+                    await _redirect(scope, send, location)
                     return
                 why = await self._forward(decision, scope, receive, send)
                 if why is None:
@@ -122,16 +120,14 @@ class LeaderMiddleware:
             else:
                 why = decision.why
             if isinstance(decision, RefuseRequest):
-                await _refuse(scope, receive, send, decision)
+                await _refuse(scope, send, decision)
                 return
             left_s = until - asyncio.get_running_loop().time()
             if left_s <= 0:
-                await _refuse(scope, receive, send, RefuseRequest(503, why))
+                await _refuse(scope, send, RefuseRequest(503, why))
                 return
             if self._waiting >= rules.max_waiting:
-                await _refuse(
-                    scope, receive, send, RefuseRequest(503, f"{why}, and many requests wait")
-                )
+                await _refuse(scope, send, RefuseRequest(503, f"{why}, and many requests wait"))
                 return
             self._waiting += 1
             try:
@@ -170,14 +166,10 @@ class LeaderMiddleware:
             raise
         finally:
             term._forget(lost)
-        failed = serving.cancelled() or serving.exception() is not None
-        if not failed:
-            return
         if term.valid or ended:
             if not serving.cancelled():
                 serving.result()
-            return
-        if scope["type"] == "websocket":
+        elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": SERVICE_RESTART})
         elif not started:
             await _answer(send, 503, "the term ended; the request may have been carried out")
@@ -187,66 +179,138 @@ class LeaderMiddleware:
     async def _forward(
         self, to: SendTo, scope: Scope, receive: Receive, send: SendMessage
     ) -> str | None:
-        """Send the request to the leader. Returns the reason if no byte of it was sent."""
+        """Send the request to the leader. Returns the reason if no byte of it was sent.
+
+        Given up if the client goes, or if the leader is replaced and does not answer."""
+        passing: Passing
+        if scope["type"] == "websocket":
+            from doyen.integrations.sockets import PassedSocket
+
+            passing = PassedSocket(self._rules, to, _target(scope), scope, receive, send)
+        else:
+            if self._pool is None:
+                self._pool = httpcore2.AsyncConnectionPool(
+                    retries=0, max_connections=1000, keepalive_expiry=IDLE_S
+                )
+            passing = _PassedRequest(self._rules, to, self._pool, scope, receive, send)
+        exchange = asyncio.ensure_future(passing.run())
+        gone = asyncio.ensure_future(passing.client_gone())
+        outlived = asyncio.ensure_future(self._outlived(to))
+        tasks = {exchange, gone, outlived}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not exchange.cancelled():
+            return exchange.result()
+        if not gone.cancelled():
+            return None  # nobody waits for an answer
+        log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error="replaced"))
+        await passing.fail(502, "the leader was replaced before it answered")
+        return None
+
+    async def _outlived(self, to: SendTo) -> None:
+        """Wait until the leader has been replaced, and has had time to answer."""
+        await self._rules.view.replaced(to.leader)
+        await asyncio.sleep(LAST_WORDS_S)
+
+
+class Passing(Protocol):
+    """A request or a websocket that is passed on to the leader."""
+
+    async def run(self) -> str | None:
+        """Pass it on. Returns the reason if no byte of it was sent."""
+        ...
+
+    async def client_gone(self) -> None:
+        """Wait until the client has gone."""
+        ...
+
+    async def fail(self, status: int, why: str) -> None:
+        """Answer that it may have been carried out."""
+        ...
+
+
+class _ClientGone(Exception):
+    """The client has gone before the end of its request."""
+
+
+class _PassedRequest:
+    """A request that is passed on to the leader."""
+
+    def __init__(
+        self,
+        rules: ForwardingRules,
+        to: SendTo,
+        pool: httpcore2.AsyncConnectionPool,
+        scope: Scope,
+        receive: Receive,
+        send: SendMessage,
+    ) -> None:
+        self._to, self._pool, self._send = to, pool, send
+        self._timeouts = rules.timeouts
         method, target = scope["method"].encode(), _target(scope)
         # HTTP/2 needs no header for a body.
         has_body = framed(scope["headers"]) or scope.get("http_version", "1.1")[0] != "1"
-        headers = self._rules.outgoing(to, scope["headers"], method, target, body=has_body)
-        body = _Body(receive, whole=not has_body)
-        request = httpcore2.Request(
+        client = scope.get("client")
+        headers = rules.outgoing(
+            to,
+            scope["headers"],
+            method,
+            target,
+            body=has_body,
+            client=client and client[0],
+            scheme=scope.get("scheme", "http"),
+        )
+        self._body = _Body(receive, whole=not has_body)
+        self._request = httpcore2.Request(
             method,
             httpcore2.URL(
                 scheme=to.scheme.encode(), host=to.host.encode(), port=to.port, target=target
             ),
             headers=headers,
-            content=body.chunks() if has_body else b"",
-            extensions={"timeout": {"connect": CONNECT_S, "pool": CONNECT_S}},
+            content=self._body.chunks() if has_body else b"",
+            extensions={"timeout": self._timeouts},
         )
-        if self._pool is None:
-            self._pool = httpcore2.AsyncConnectionPool(retries=0, max_connections=1000)
-        started = False
-        gone = asyncio.ensure_future(body.disconnected())
-        passing = asyncio.current_task()
-        assert passing is not None
-        gone.add_done_callback(lambda done: done.cancelled() or passing.cancel())
+        self._started = False
+
+    async def run(self) -> str | None:
         try:
-            response = await self._pool.handle_async_request(request)
+            response = await self._pool.handle_async_request(self._request)
             try:
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": response.status,
-                        "headers": passed_on([(n.lower(), v) for n, v in response.headers]),
-                    }
-                )
-                started = True
+                headers = returned(response.headers)
+                start = {"type": "http.response.start", "status": response.status}
+                self._started = True
+                await self._send({**start, "headers": headers})
                 async for chunk in response.aiter_stream():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    body = {"type": "http.response.body", "body": chunk, "more_body": True}
+                    await self._send(body)
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
             finally:
                 await response.aclose()
         except UNSENT as error:
-            if started or body.begun:
+            if self._started or self._body.begun:
                 raise
             return f"the leader cannot be reached: {error}"
-        except (
-            httpcore2.NetworkError,
-            httpcore2.ProtocolError,
-            httpcore2.TimeoutException,
-        ) as error:
-            log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error=error))
-            if started:
-                raise
-            await _answer(
-                send, 502, "the leader did not answer; the request may have been carried out"
-            )
-        except asyncio.CancelledError:
-            if not gone.done() or gone.cancelled() or passing.cancelling() > 1:
-                raise
-            passing.uncancel()  # the client has gone, and nobody waits for an answer
-        finally:
-            gone.cancel()
+        except _ClientGone:
+            pass
+        except httpcore2.TimeoutException as error:
+            await self.fail(504, "the leader did not answer in time", error)
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            await self.fail(502, "the leader did not answer", error)
         return None
+
+    async def client_gone(self) -> None:
+        await self._body.disconnected()
+
+    async def fail(self, status: int, why: str, error: Exception | None = None) -> None:
+        if error is not None:
+            log.warning("%s", log_line(event="forwarding_failed", to=self._to.origin, error=error))
+        if self._started:  # the server closes the connection: the response is incomplete
+            raise error or httpcore2.RemoteProtocolError(why)
+        await _answer(self._send, status, f"{why}; the request may have been carried out")
 
 
 class _Body:
@@ -264,7 +328,7 @@ class _Body:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise httpcore2.WriteError("the client has gone before the end of its request")
+                raise _ClientGone  # httpcore would ignore its own WriteError, and wait
             if message.get("body"):
                 yield message["body"]
             if not message.get("more_body", False):
@@ -299,25 +363,58 @@ def _stripped(scope: Scope) -> Scope:
 
 
 def _target(scope: Scope) -> bytes:
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    """Path and query as they were sent: without the prefix that the server was told to add."""
+    path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    root = scope.get("app_root_path", scope.get("root_path", "")).encode()
     query: bytes = scope.get("query_string", b"")
-    return path.partition(b"?")[0] + (b"?" + query if query else b"")
+    return path.partition(b"?")[0].removeprefix(root) + (b"?" + query if query else b"")
 
 
-async def _refuse(scope: Scope, receive: Receive, send: SendMessage, why: RefuseRequest) -> None:
+async def _connected(receive: Receive) -> tuple[Receive, Receive]:
+    """Receive the first message of a websocket. Returns how to receive what follows it, and how to
+    receive all from the beginning."""
+    waiting = [await receive()]
+
+    async def again() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return receive, again
+
+
+async def _refuse(scope: Scope, send: SendMessage, why: RefuseRequest) -> None:
+    text, again = f"not executed: {why.why}", [(b"retry-after", b"1")]
     if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": why.why[:120]})
+        await deny(scope, send, why.status, text, again)
     else:
-        await _answer(send, why.status, f"not executed: {why.why}", [(b"retry-after", b"1")])
+        await _answer(send, why.status, text, again)
+
+
+async def _redirect(scope: Scope, send: SendMessage, location: bytes) -> None:
+    headers = [(b"location", location)]
+    if scope["type"] == "websocket":
+        await deny(scope, send, 307, "another leads", headers)
+    else:
+        await _answer(send, 307, "another leads", headers)
+
+
+async def deny(scope: Scope, send: SendMessage, status: int, text: str, headers: Headers) -> None:
+    """Refuse a websocket: with a response where the server can send one, else by closing it."""
+    if "websocket.http.response" in (scope.get("extensions") or {}):
+        await _answer(send, status, text, headers, kind="websocket.http.response")
+    else:
+        reason = text.encode()[:120].decode(errors="ignore")
+        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
 
 
 async def _answer(
-    send: SendMessage, status: int, text: str, headers: Headers | None = None
+    send: SendMessage,
+    status: int,
+    text: str,
+    headers: Headers | None = None,
+    kind: str = "http.response",
 ) -> None:
     body = text.encode() + b"\n"
     framing = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body))]
-    await send(
-        {"type": "http.response.start", "status": status, "headers": framing + (headers or [])}
-    )
-    await send({"type": "http.response.body", "body": body})
+    start = {"type": f"{kind}.start", "status": status}
+    await send({**start, "headers": framing + (headers or [])})
+    await send({"type": f"{kind}.body", "body": body})

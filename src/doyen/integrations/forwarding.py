@@ -9,8 +9,10 @@ A `LeaderView` knows the leader by observation, so no request costs a read of th
   forwarded, signed with a secret that all processes share. A leader serves requests for its own and
   for earlier terms. A request for a later term is not executed: there is a later leader. Headers
   `doyen-*` that are not signed are dropped.
-- A request is forwarded twice at most, and only the first process waits during an election.
+- A request is forwarded twice at most, and the second time only to a later leader than the first.
+- During an election requests wait, for a bounded time and in bounded number.
 - A request is sent again only if no byte of it was sent. Otherwise it may have been carried out.
+- Nobody waits for the answer of a leader that has been replaced: it may be frozen.
 
 May import the model, terms and the session. No I/O.
 """
@@ -21,6 +23,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +31,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from doyen.blocking import BlockingSession
-from doyen.errors import ConfigError, SessionClosed
+from doyen.errors import ConfigError, DoyenError, SessionClosed
+from doyen.events.log_lines import log_line
 from doyen.model import Leader, Unreachable
 from doyen.session import Session
 from doyen.term import Term
@@ -44,6 +48,18 @@ __all__ = [
 ]
 
 MAX_HOPS = 2
+CONNECT_S = 2.0
+"""How long a connection to the leader may take."""
+AGAIN_S = 0.2
+"""How long to wait before a leader that refused a connection is tried again."""
+FORWARDED_WAIT_S = 1.0
+"""How long a request that was forwarded waits. A new leader may be known to others before it
+serves, and a former one may hear of its successor later than others."""
+LAST_WORDS_S = 2.0
+"""How long a leader that has been replaced may take to answer."""
+IDLE_S = 1.0
+"""How long an idle connection to the leader is kept. Servers close theirs after 2 s and more, and a
+request that is sent at that moment would be lost."""
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""
 _HOP_BY_HOP = frozenset(
@@ -53,12 +69,16 @@ _HOP_BY_HOP = frozenset(
         b"proxy-authenticate",
         b"proxy-authorization",
         b"proxy-connection",
+        b"expect",
         b"te",
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
     }
 )
+_OF_THE_SERVER = frozenset({b"date", b"server"})
+"""Headers of a response that the forwarding server sets itself."""
+log = logging.getLogger("doyen")
 
 
 class ServeHere(NamedTuple):
@@ -120,6 +140,8 @@ class LeaderView:
         """As last observed."""
         self.term: Term | None = None
         """Of this process, if it leads."""
+        self.own_token = -1
+        """Of the latest term that this process had."""
         self._lock = threading.Lock()
         self._waiters: set[Callable[[], None]] = set()
 
@@ -132,6 +154,7 @@ class LeaderView:
     @contextlib.contextmanager
     def leading(self, term: Term) -> Iterator[Term]:
         """Serve requests during this term, while the context lasts."""
+        self.own_token = term.token
         self.term = term
         self._wake()
         try:
@@ -145,7 +168,7 @@ class LeaderView:
         """Observe the leader while the context lasts."""
 
         async def observe() -> None:
-            with contextlib.suppress(SessionClosed):
+            with self._observing():
                 async for leader in session.observe(self.election):
                     if not isinstance(leader, Unreachable):  # the last known one may still lead
                         self.observed(leader)
@@ -163,7 +186,7 @@ class LeaderView:
         """The same for code without asyncio, on a thread that ends with the session."""
 
         def observe() -> None:
-            with contextlib.suppress(SessionClosed):
+            with self._observing():
                 for leader in session.observe(self.election):
                     if not isinstance(leader, Unreachable):
                         self.observed(leader)
@@ -174,7 +197,21 @@ class LeaderView:
         finally:
             self.observed(None)
 
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        """When it ends, for whatever reason, the leader is not known any more."""
+        try:
+            yield
+        except SessionClosed:
+            pass
+        except DoyenError as error:
+            line = log_line(event="leader_unknown", election=self.election, error=error)
+            log.warning("%s", line)
+        finally:
+            self.observed(None)
+
     def observed(self, leader: Leader | None) -> None:
+        """Take this for the leader."""
         self.leader = leader
         self._wake()
 
@@ -219,6 +256,11 @@ class LeaderView:
                 return False
         return True
 
+    async def replaced(self, leader: Leader) -> None:
+        """Wait until another leads, or nobody."""
+        while (seen := self.state)[0] is not None and seen[0].token == leader.token:
+            await self.changed(seen, 3600.0)
+
     def changed_blocking(self, seen: tuple[Leader | None, Term | None], within_s: float) -> bool:
         """The same on a thread."""
         event = threading.Event()
@@ -238,6 +280,9 @@ class ForwardingRules:
     """How long a request waits for a leader."""
     max_waiting: int = 100
     """How many requests wait for a leader at a time. Further ones are refused at once."""
+    answer_s: float = 60.0
+    """How long the leader may take to accept a part of a request, or to send a part of its
+    answer."""
     local: Collection[str] = ("/health", "/healthz", "/livez", "/readyz")
     """Paths that every process serves itself."""
     redirect: bool = False
@@ -248,10 +293,27 @@ class ForwardingRules:
             raise ConfigError("secret has 16 bytes at least, and is the same in all processes")
         if isinstance(self.trust, str):
             raise ConfigError("trust is a collection of addresses or a function, not a string")
+        for name in ("wait_s", "max_waiting", "answer_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 or more; got {getattr(self, name)!r}")
 
     @property
     def _key(self) -> bytes:
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    def patience_s(self, forwarded: Forwarded | None) -> float:
+        """How long a request waits for a leader."""
+        return self.wait_s if forwarded is None else min(self.wait_s, FORWARDED_WAIT_S)
+
+    @property
+    def timeouts(self) -> dict[str, float]:
+        """Of one exchange with the leader."""
+        return {
+            "connect": CONNECT_S,
+            "pool": CONNECT_S,
+            "read": self.answer_s,
+            "write": self.answer_s,
+        }
 
     def decide(
         self, forwarded: Forwarded | None
@@ -269,16 +331,22 @@ class ForwardingRules:
             )
         if leader is None:
             return WaitForLeader("there is no leader")
-        if term is not None and leader.token <= term.token:
+        if leader.token <= self.view.own_token:
             return WaitForLeader("the term of this process has ended")
+        if forwarded is not None and leader.token <= forwarded.token:
+            return WaitForLeader(
+                "the address in the leader record leads to this process, which does not lead yet"
+            )
         return self._route(leader, hops + 1)
 
-    def _route(self, leader: Leader, hops: int) -> SendTo | RefuseRequest:
+    def _route(self, leader: Leader, hops: int) -> SendTo | WaitForLeader | RefuseRequest:
         address = leader.meta.get("address")
-        if not isinstance(address, str):
-            return RefuseRequest(
-                503, 'the leader record has no address: campaign with meta={"address": …}'
+        if address is None:
+            return WaitForLeader(
+                'the leader record has no address: campaign with meta={"address": …}, or publish it'
             )
+        if not isinstance(address, str):
+            return RefuseRequest(503, "the address in the leader record is not text")
         try:
             parts = urlsplit(address)
             port = parts.port
@@ -316,13 +384,26 @@ class ForwardingRules:
         return Forwarded(token, hops)
 
     def outgoing(
-        self, send: SendTo, headers: Headers, method: bytes, target: bytes, *, body: bool
+        self,
+        send: SendTo,
+        headers: Headers,
+        method: bytes,
+        target: bytes,
+        *,
+        body: bool,
+        client: str | None = None,
+        scheme: str = "http",
     ) -> Headers:
         """The headers of a request that is forwarded. A body without a length is sent in chunks."""
         token, hops = send.leader.token, send.hops
         kept = passed_on(headers)
-        if body and not any(name == b"content-length" for name, _ in kept):
+        names = {name for name, _ in kept}
+        if body and b"content-length" not in names:
             kept.append((b"transfer-encoding", b"chunked"))
+        if client:
+            kept.append((b"x-forwarded-for", client.encode()))
+        if b"x-forwarded-proto" not in names:
+            kept.append((b"x-forwarded-proto", scheme.encode()))
         return [
             *kept,
             (b"doyen-token", b"%d" % token),
@@ -349,6 +430,12 @@ def passed_on(headers: Headers) -> Headers:
         for name, value in without_doyen(headers)
         if name not in _HOP_BY_HOP and name not in named
     ]
+
+
+def returned(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The headers of the leader's response that are passed on to the client."""
+    lower = [(name.lower(), value) for name, value in headers]
+    return [(name, value) for name, value in passed_on(lower) if name not in _OF_THE_SERVER]
 
 
 def framed(headers: Headers) -> bool:

@@ -3,9 +3,9 @@
     app = LeaderMiddleware(app, view=view, secret=SECRET, trust=ADDRESSES)
 
 Rules are in `doyen.integrations.forwarding`; `doyen.integrations.asgi` is the same for ASGI. A
-request occupies its worker while it is forwarded. Two processes with one worker each that forward
-to each other would wait for each other, so run several workers or threads. A forwarded request
-never waits for an election.
+request occupies its thread while it is forwarded, for `answer_s` at most if the leader is frozen.
+Two processes with one thread each that forward to each other would wait for each other that long,
+so run several threads.
 
 A WSGI application cannot be interrupted. When the term ends, its response is cut off at the next
 chunk; check `environ["doyen.term"].valid`, and fence what it writes.
@@ -13,14 +13,22 @@ chunk; check `environ["doyen.term"].valid`, and fence what it writes.
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 import httpcore2
 
+from doyen.errors import LeadershipLost
+from doyen.events.log_lines import log_line
 from doyen.integrations.forwarding import (
+    AGAIN_S,
+    IDLE_S,
     ForwardingRules,
     Headers,
     LeaderView,
@@ -29,7 +37,7 @@ from doyen.integrations.forwarding import (
     ServeHere,
     ambiguous,
     framed,
-    passed_on,
+    returned,
 )
 from doyen.term import Term
 
@@ -39,8 +47,6 @@ Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
 WSGIApp = Callable[[Environ, StartResponse], Iterable[bytes]]
 
-CONNECT_S = 2.0
-AGAIN_S = 0.2
 CHUNK = 64 * 1024
 UNSENT = (
     httpcore2.ConnectError,
@@ -48,8 +54,7 @@ UNSENT = (
     httpcore2.PoolTimeout,
     httpcore2.UnsupportedProtocol,
 )
-_REASONS = {200: "OK", 307: "Temporary Redirect", 400: "Bad Request", 502: "Bad Gateway"}
-_REASONS |= {503: "Service Unavailable", 508: "Loop Detected"}
+log = logging.getLogger("doyen")
 
 
 class WSGILeaderMiddleware:
@@ -63,7 +68,9 @@ class WSGILeaderMiddleware:
     ) -> None:
         self._app = app
         self._rules = ForwardingRules(**options)
-        self._pool = pool or httpcore2.ConnectionPool(retries=0, max_connections=1000)
+        self._pool = pool or httpcore2.ConnectionPool(
+            retries=0, max_connections=1000, keepalive_expiry=IDLE_S
+        )
         self._waiting = threading.Semaphore(self._rules.max_waiting)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -78,13 +85,15 @@ class WSGILeaderMiddleware:
         if ambiguous(headers):
             why = "the length of the request is stated in more than one way"
             return _answer(start_response, 400, why)
-        until = time.monotonic() + (rules.wait_s if forwarded is None else 0.0)
+        if _endless(environ):
+            return _answer(start_response, 411, "the length of the request is not stated")
+        until = time.monotonic() + rules.patience_s(forwarded)
         while True:
             seen = view.state
             decision = rules.decide(forwarded)
             if isinstance(decision, ServeHere):
                 environ["doyen.term"] = decision.term
-                return _during(decision.term, self._app(environ, start_response))
+                return _during(decision.term, self._app(environ, start_response), start_response)
             again_s = rules.wait_s
             if isinstance(decision, SendTo):
                 if rules.redirect:
@@ -118,13 +127,11 @@ class WSGILeaderMiddleware:
         def chunks() -> Iterator[bytes]:
             nonlocal begun
             begun = True
-            left = int(environ.get("CONTENT_LENGTH") or 0) or None
-            while chunk := environ["wsgi.input"].read(CHUNK if left is None else min(left, CHUNK)):
+            length = environ.get("CONTENT_LENGTH")
+            left = int(length) if length else sys.maxsize
+            while left and (chunk := environ["wsgi.input"].read(min(left, CHUNK))):
                 yield chunk
-                if left is not None:
-                    left -= len(chunk)
-                    if not left:
-                        return
+                left -= len(chunk)
 
         has_body = framed(headers)
         request = httpcore2.Request(
@@ -132,9 +139,17 @@ class WSGILeaderMiddleware:
             httpcore2.URL(
                 scheme=to.scheme.encode(), host=to.host.encode(), port=to.port, target=target
             ),
-            headers=self._rules.outgoing(to, headers, method, target, body=has_body),
+            headers=self._rules.outgoing(
+                to,
+                headers,
+                method,
+                target,
+                body=has_body,
+                client=environ.get("REMOTE_ADDR"),
+                scheme=environ.get("wsgi.url_scheme", "http"),
+            ),
             content=chunks() if has_body else b"",
-            extensions={"timeout": {"connect": CONNECT_S, "pool": CONNECT_S}},
+            extensions={"timeout": self._rules.timeouts},
         )
         try:
             response = self._pool.handle_request(request)
@@ -142,13 +157,22 @@ class WSGILeaderMiddleware:
             if begun:
                 raise
             return None, f"the leader cannot be reached: {error}"
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
-            why = "the leader did not answer; the request may have been carried out"
-            return _answer(start_response, 502, why), ""
-        passed = passed_on([(name.lower(), value) for name, value in response.headers])
+        except (
+            httpcore2.NetworkError,
+            httpcore2.ProtocolError,
+            httpcore2.TimeoutException,
+        ) as error:
+            log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error=error))
+            late = isinstance(error, httpcore2.TimeoutException)
+            why = f"the leader did not answer{' in time' if late else ''}"
+            why += "; the request may have been carried out"
+            return _answer(start_response, 504 if late else 502, why), ""
         start_response(
-            f"{response.status} {_REASONS.get(response.status, 'From the Leader')}",
-            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in passed],
+            _status(response.status),
+            [
+                (name.decode("latin-1"), value.decode("latin-1"))
+                for name, value in returned(response.headers)
+            ],
         )
         return _Streamed(response), ""
 
@@ -166,12 +190,17 @@ class _Streamed:
         self._response.close()
 
 
-def _during(term: Term, body: Iterable[bytes]) -> Iterator[bytes]:
-    """The body of a response, cut off when the term ends."""
+def _during(term: Term, body: Iterable[bytes], start_response: StartResponse) -> Iterator[bytes]:
+    """The body of a response. When the term ends it is cut off; if nothing of it has been sent, it
+    is replaced."""
     try:
         for chunk in body:
             term.check()
             yield chunk
+    except LeadershipLost:
+        # Raises the error again if the headers have been sent.
+        why = "the term ended; the request may have been carried out"
+        yield from _answer(start_response, 503, why, error=sys.exc_info())
     finally:
         close = getattr(body, "close", None)
         if close is not None:
@@ -207,9 +236,13 @@ def _headers(environ: Environ) -> Headers:
     ]
 
 
-def _target(environ: Environ) -> bytes:
-    from urllib.parse import quote
+def _endless(environ: Environ) -> bool:
+    """Whether there is a body whose end the server does not mark."""
+    coded = "HTTP_TRANSFER_ENCODING" in environ
+    return coded and not environ.get("wsgi.input_terminated")
 
+
+def _target(environ: Environ) -> bytes:
     path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
     query = environ.get("QUERY_STRING", "")
     target = quote(path.encode("latin-1"), safe="/:@!$&'()*+,;=~-._") or "/"
@@ -217,9 +250,20 @@ def _target(environ: Environ) -> bytes:
 
 
 def _answer(
-    start_response: StartResponse, status: int, text: str, *headers: tuple[str, str]
+    start_response: StartResponse,
+    status: int,
+    text: str,
+    *headers: tuple[str, str],
+    error: Any = None,
 ) -> list[bytes]:
     body = text.encode() + b"\n"
     framing = [("Content-Type", "text/plain"), ("Content-Length", str(len(body)))]
-    start_response(f"{status} {_REASONS[status]}", [*framing, *headers])
+    start_response(_status(status), [*framing, *headers], *([error] if error else []))
     return [body]
+
+
+def _status(code: int) -> str:
+    try:
+        return f"{code} {HTTPStatus(code).phrase}"
+    except ValueError:
+        return f"{code} Unknown"
