@@ -53,6 +53,7 @@ LONG = (
     "test_quorum_siege",
     "test_fencing_servers",
     "test_fencing_paused",
+    "test_forward_processes",
     "test_postgresql_failover",
     "test_redis_cluster",
     "test_node",

@@ -35,6 +35,7 @@ from doyen.integrations.forwarding import (
     returned,
     without_doyen,
 )
+from doyen.integrations.network import Network
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -190,7 +191,10 @@ class LeaderMiddleware:
         else:
             if self._pool is None:
                 self._pool = httpcore2.AsyncConnectionPool(
-                    retries=0, max_connections=1000, keepalive_expiry=IDLE_S
+                    retries=0,
+                    max_connections=1000,
+                    keepalive_expiry=IDLE_S,
+                    network_backend=Network(),
                 )
             passing = _PassedRequest(self._rules, to, self._pool, scope, receive, send)
         exchange = asyncio.ensure_future(passing.run())
