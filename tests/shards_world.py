@@ -203,4 +203,5 @@ class ShardWorld(World):
             and (plan.count, plan.retry) == (self.spec.count, self.spec.retry)
             and set(plan.members) == live
             and not plan.moves
+            and not plan.unheld
         )
