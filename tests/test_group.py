@@ -10,7 +10,7 @@ import pytest
 
 from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
-from doyen.manage.members import MemberOptions, MemberValue
+from doyen.manage.members import MemberOptions, MemberValue, Registration
 from doyen.model import Member, MemberChange, member_key, members_key
 from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
 from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
@@ -103,34 +103,52 @@ async def test_a_name_that_a_live_member_has_is_refused_at_once_with_its_holder(
 ) -> None:
     holder, late = await place.open(), await place.open()
     async with holder.member(GROUP, name="a", meta={"port": 1}) as first:
-        began = now()
-        with pytest.raises(NameTaken, match=r"incarnation \d+ of \S+ \{'port': 1\} renews"):
-            async with late.member(GROUP, name="a"):
-                raise AssertionError("never entered")
-        assert now() - began < 0.5 * TTL_S
-        assert listed(place) == {"a": first.incarnation}
-        with pytest.raises(NameTaken):
-            async with holder.member(GROUP, name="a"):
-                raise AssertionError("the same session")
-        assert listed(place) == {"a": first.incarnation}
+        for session in (late, holder):
+            began = now()
+            with pytest.raises(NameTaken, match=r"incarnation \d+ of \S+ \{'port': 1\} is alive"):
+                async with session.member(GROUP, name="a"):
+                    raise AssertionError("never entered")
+            assert now() - began < 0.1
+            assert listed(place) == {"a": first.incarnation}
+        await asyncio.sleep(1)
+        assert place.server.list("challenges") == []
 
 
 @virtual
-async def test_a_store_that_does_not_tell_what_is_left_refuses_after_the_ttl(
+async def test_many_that_want_one_name_are_refused_at_once(place: Place) -> None:
+    holder = await place.open()
+    async with holder.member(GROUP, name="a"), asyncio.timeout(0.5 * TTL_S):
+        sessions = [await place.open() for _ in range(12)]
+        refused = await asyncio.gather(
+            *(_stay(session, "a") for session in sessions), return_exceptions=True
+        )
+    assert [type(error) for error in refused] == [NameTaken] * 12
+
+
+@pytest.mark.parametrize("operation", ["list", "update"])
+@virtual
+async def test_a_holder_answers_although_its_link_is_poor(place: Place, operation: str) -> None:
+    faults = Faults()
+    holder, late = await place.open(faults), await place.open()
+    async with holder.member(GROUP, name="a"):
+        faults.next(operation, LostCall())
+        began = now()
+        with pytest.raises(NameTaken, match="is alive"):
+            await _stay(late, "a")
+        assert now() - began < 0.5 * TTL_S
+
+
+@virtual
+async def test_a_holder_that_does_not_answer_keeps_its_name_if_it_renews(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry_of = place.server._entry
-    monkeypatch.setattr(
-        place.server, "_entry", lambda key: entry_of(key)._replace(remaining_s=None)
-    )
+    monkeypatch.setattr(Registration, "_note_challenge", lambda self: None)
     holder, late = await place.open(), await place.open()
     async with holder.member(GROUP, name="a"):
         began = now()
         with pytest.raises(NameTaken, match="still holds it"):
-            async with late.member(GROUP, name="a"):
-                raise AssertionError("never entered")
+            await _stay(late, "a")
         assert TTL_S <= now() - began < 1.5 * TTL_S
-        assert [member.silent_s for member in await late.members(GROUP)] == [None]
 
 
 @virtual
@@ -235,7 +253,7 @@ async def test_a_member_that_lost_its_name_joins_again_when_it_is_free(place: Pl
         async with other.member(GROUP, name="a") as thief:
             faults.heal()
             await until(lambda: member.ineligible_because)
-            assert "renews its lease" in member.ineligible_because
+            assert "is alive" in member.ineligible_because
             assert member.incarnation is None
             assert listed(place) == {"a": thief.incarnation}
         await until(lambda: member.incarnation is not None)

@@ -27,15 +27,9 @@ from doyen.election.core import SessionCore
 from doyen.election.leader import Leading
 from doyen.errors import Conflict, OutcomeUnknown
 from doyen.manage.documents import Document, Versioned
-from doyen.manage.members import (
-    GroupMember,
-    MemberValue,
-    Registration,
-    Roster,
-    observe_members,
-    read_members,
-)
+from doyen.manage.members import GroupMember, MemberValue, Registration
 from doyen.manage.publishing import ListPublisher
+from doyen.manage.roster import Roster, observe_members, read_members
 from doyen.model import (
     Entry,
     Lease,
@@ -428,7 +422,7 @@ class GroupWorld(World):
             follower.task.cancel()
         await asyncio.gather(*(each.task for each in self.followers), return_exceptions=True)
         await asyncio.sleep(2 * TTL_S)
-        if left := self.server.list("members"):
+        if left := self.server.list("members") + self.server.list("challenges"):
             raise NotReached(f"left behind in the store: {left}")
 
 

@@ -34,11 +34,12 @@ from doyen.lab.scenarios.logs import (
     votes_too_early,
 )
 from doyen.lab.scenarios.transcript import Transcript
-from doyen.manage import members
+from doyen.manage import roster
 from doyen.manage.config import ConfigStore
 from doyen.manage.documents import Versioned
-from doyen.manage.members import Registration, Roster
+from doyen.manage.members import Registration
 from doyen.manage.publishing import ListPublisher
+from doyen.manage.roster import Roster
 from doyen.quorum.consensus.core import Making
 from doyen.quorum.consensus.invariants import InvariantBroken
 from doyen.quorum.consensus.raft import Raft
@@ -249,7 +250,7 @@ def the_history_is_not_kept(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_is_suspected(patch: pytest.MonkeyPatch) -> None:
     """An observer does not look at renewals."""
-    patch.setattr(members, "SUSPECT_AFTER", 2.0)
+    patch.setattr(roster, "SUSPECT_AFTER", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,14 @@ def member_key(group: str, name: str) -> str:
     return f"{members_key(group)}/{key_segment(name, 'a member')}"
 
 
+def challenges_key(group: str, name: str) -> str:
+    """
+    >>> challenges_key("workers", "w1")
+    'challenges/workers/w1'
+    """
+    return f"challenges/{key_segment(group, 'a group')}/{key_segment(name, 'a member')}"
+
+
 def published_key(group: str) -> str:
     return f"published/{key_segment(group, 'a group')}"
 

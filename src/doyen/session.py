@@ -31,16 +31,9 @@ from doyen.manage.inventory import (
     observe_inventory,
     read_inventory,
 )
-from doyen.manage.members import (
-    GroupMember,
-    MemberOptions,
-    MemberSettings,
-    Registration,
-    RosterChanges,
-    observe_members,
-    read_members,
-)
+from doyen.manage.members import GroupMember, MemberOptions, MemberSettings, Registration
 from doyen.manage.publishing import ListPublisher, observe_published, read_published
+from doyen.manage.roster import RosterChanges, observe_members, read_members
 from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
 from doyen.manage.shards.owner import OwnerSettings
 from doyen.manage.shards.routing import ShardMap, observe_map, read_map

@@ -20,7 +20,7 @@ from doyen.election.core import SessionCore
 from doyen.election.queries import leader_of, line_of, observe
 from doyen.errors import BadDocument, ConfigError
 from doyen.manage.documents import Versioned
-from doyen.manage.members import Roster, roster_of
+from doyen.manage.roster import Roster, roster_of
 from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member, Unreachable
 

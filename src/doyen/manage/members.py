@@ -1,32 +1,28 @@
-"""Members of a group: joining it, staying on its list, and observing the list.
+"""Members of a group: joining it, and staying on its list.
 
 A member is an entry `members/<group>/<name>`, created under the session's lease. The creation
 decides who has the name, and its revision is the incarnation. When the lease ends, the store
 removes the entry; a session that goes on joins again under its new lease, as a new incarnation.
 
 - A name that is taken is waited for, because its holder may be dead and its lease not yet expired.
-  A holder that renews its lease meanwhile is alive, and the name is refused.
+  Meanwhile the holder is asked, by an entry `challenges/<group>/<name>/<attempt>`. It watches that
+  key, and if it is alive it answers in its own entry; then the name is refused.
 - The state of a member (up, unhealthy, draining) is written to its entry by `update`. One task
   compares what the entry should be with what it is and makes the next step; an unknown outcome is
   resolved because the next step begins with a read.
-- Suspicion is what an observer derives from what the store knows of a member's lease. It changes
-  nothing in the store. An observer that cannot read suspects no member.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, cast
 
-from doyen._waiting import retrieve
 from doyen.election.core import SessionCore
 from doyen.election.options import default_name
-from doyen.election.queries import observe
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -37,47 +33,23 @@ from doyen.errors import (
 )
 from doyen.events import Listed, Unlisted
 from doyen.lease.keepalive import Keepalive
-from doyen.model import (
-    Entry,
-    Member,
-    MemberChange,
-    MemberState,
-    Meta,
-    Reachable,
-    Unreachable,
-    encode_json,
-    member_key,
-    members_key,
-)
+from doyen.manage.health import HealthCheck, Inspection
+from doyen.model import Entry, MemberState, Meta, challenges_key, encode_json, member_key
 from doyen.stores.port import Watch
 
 __all__ = [
     "GroupMember",
-    "HealthCheck",
     "MemberOptions",
     "MemberSettings",
     "MemberView",
     "Registration",
-    "Roster",
-    "RosterChanges",
-    "changes",
-    "observe_members",
-    "read_members",
-    "roster_of",
 ]
 
 SCHEMA = 1
 MEMBER_BYTES = 4096
 """Limit for the value of a member, so that a published list of many members is not too large."""
-SUSPECT_AFTER = 2 / 3
-"""A member is suspected after this fraction of its ttl without a renewal, which is twice the usual
-time between renewals."""
-SETTLE_S = 0.05
-"""How long an observer waits after a change before it reads the list, so that members that join or
-leave at the same time cost one read."""
-
-HealthCheck = Callable[[], object]
-"""Returns False or raises if the process is unhealthy. May be a coroutine function."""
+ANSWERS = 8
+"""How many of those who ask for its name a member answers at a time."""
 
 
 class MemberOptions(TypedDict, total=False):
@@ -148,6 +120,8 @@ class MemberValue(NamedTuple):
     state: MemberState
     reason: str
     meta: Meta
+    answered: tuple[str, ...] = ()
+    """Attempts to take its name that have asked whether it is alive."""
 
     def encode(self) -> bytes:
         return encode_json({"schema": SCHEMA, **self._asdict()})
@@ -170,52 +144,38 @@ class MemberValue(NamedTuple):
                 cast("MemberState", state),
                 str(raw.get("reason", "")),
                 dict(raw.get("meta") or {}),
+                tuple(map(str, raw.get("answered", ()))),
             )
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
-class Inspection:
-    """Runs the health check of a member, one at a time and each with a time limit."""
+class Challenge:
+    """Asks the holder of a name whether it is alive, by an entry under the lease of who asks."""
 
-    def __init__(self, core: SessionCore, settings: MemberSettings) -> None:
-        assert settings.health is not None
+    def __init__(self, core: SessionCore, key: str, keepalive: Keepalive) -> None:
         self._core = core
-        self._check = settings.health
-        self._limit_s = settings.health_limit_s
-        self._caller: asyncio.AbstractEventLoop | None = None
-        if inspect.iscoroutinefunction(self._check):
-            self._caller = asyncio.get_running_loop()
-        self._running: asyncio.Future[object] | None = None
+        self._key = key
+        self._keepalive = keepalive
+        self._made = False
 
-    async def examine(self) -> str:
-        """Why the process is unhealthy; empty if it is healthy."""
-        if self._running is None:
-            self._running = asyncio.ensure_future(self._run())
-            self._running.add_done_callback(retrieve)
-        await asyncio.wait({self._running}, timeout=self._limit_s)
-        if not self._running.done():
-            return f"the health check has not returned within {self._limit_s:g} s"
-        running, self._running = self._running, None
-        try:
-            healthy = running.result()
-        except Exception as error:  # noqa: BLE001 - whatever a check raises makes it unhealthy
-            return str(error) or type(error).__name__
-        except asyncio.CancelledError:
-            return "the health check was cancelled"
-        return "the health check returned False" if healthy is False else ""
+    async def make(self) -> None:
+        if not self._made:
+            await self._core.call(self._core.store.create(self._key, b"", self._keepalive.lease))
+            self._made = True
 
-    async def _run(self) -> object:
-        if self._caller is None:
-            return await self._core.runtime.aside(self._check, lambda _: None)
-        checking = cast("Callable[[], Any]", self._check)()
-        try:
-            return await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(checking, self._caller)
-            )
-        except RuntimeError:
-            checking.close()  # the caller's loop has been closed
-            raise
+    def withdraw(self) -> None:
+        """Delete it in the background, for as long as the lease lives."""
+        self._core.tasks.start(self._withdraw())
+
+    async def _withdraw(self) -> None:
+        core = self._core
+        while self._keepalive.lost_because is None and not core.closed:
+            try:
+                await core.call(core.store.delete(self._key))
+                return
+            except (StoreUnavailable, OutcomeUnknown):
+                await asyncio.sleep(core.calls.retry_pause())
 
 
 class Registration:
@@ -225,7 +185,12 @@ class Registration:
         self.core = core
         self.settings = settings
         self.key = member_key(settings.group, settings.name)
-        self._inspection = None if settings.health is None else Inspection(core, settings)
+        self._challenges = challenges_key(settings.group, settings.name)
+        self._inspection = (
+            None
+            if settings.health is None
+            else Inspection(core, settings.health, settings.health_limit_s)
+        )
         self._by = default_name()
         self._since = core.runtime.clock.wall()
         # What the entry should be.
@@ -242,7 +207,10 @@ class Registration:
         """Why it cannot join again, such as that another member has its name."""
         self._doubt_ends = 0.0
         """Until then a creation whose outcome is unknown may still be carried out."""
-        self._watch: Watch | None = None
+        self._challenged = False
+        """Another process may have asked whether this member is alive."""
+        self._answered: tuple[str, ...] = ()
+        self._watches: list[Watch] = []
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
         """The entry is what it should be."""
@@ -395,8 +363,11 @@ class Registration:
             if self._left:
                 return True  # with the lease, everything bound to it has ended or will
             keepalive = self._adopt(await core.leases.shared())
-        if self._watch is None:
-            self._watch = await core.call(store.watch(self.key, self._wake.set))
+        for scope, notify in (
+            (self._challenges, self._note_challenge),
+            (self.key, self._wake.set),
+        )[len(self._watches) :]:
+            self._watches.append(await core.call(store.watch(scope, notify)))
         entry = await core.call(store.get(self.key))
         if self._left or self._failed:
             self._unlisted(self._failed or "it has left", planned=True)
@@ -411,6 +382,9 @@ class Registration:
         if not self._is_mine(entry):
             await self._wait_for_name(entry, keepalive)
             return False
+        if self._challenged:
+            await self._answer()
+            value = self._value(keepalive)
         if entry.value != value:
             updated = await core.call(store.update(entry, value))
             if updated is None:
@@ -418,6 +392,24 @@ class Registration:
             entry = updated
         self._listed(entry)
         return True
+
+    def _note_challenge(self) -> None:
+        self._challenged = True
+        if self._entry is not None:  # otherwise it is one that asks itself
+            self._wake.set()
+
+    async def _answer(self) -> None:
+        """Have the entry name those who ask whether this member is alive."""
+        from urllib.parse import unquote  # as in `model`
+
+        self._challenged = False
+        try:
+            asked = await self.core.call(self.core.store.list(self._challenges))
+        except StoreError:
+            self._challenged = True
+            raise
+        attempts = (unquote(entry.key.rpartition("/")[2]) for entry in asked[-ANSWERS:])
+        self._answered = tuple(attempts) or self._answered
 
     def _adopt(self, keepalive: Keepalive) -> Keepalive:
         """Go on under a new lease, as a new attempt."""
@@ -444,6 +436,7 @@ class Registration:
             self.state,
             self.reason[:200],
             self._meta,
+            self._answered,
         ).encode()
 
     async def _create(self, value: bytes, keepalive: Keepalive) -> Entry:
@@ -470,7 +463,7 @@ class Registration:
 
     async def _wait_for_name(self, entry: Entry, keepalive: Keepalive) -> None:
         """Another entry has the name. Returns when it is gone; raises `NameTaken` if its holder
-        renews its lease, or has it still after the longest time that a dead one could."""
+        answers, or has it still after the longest time that a dead one could."""
         core, value = self.core, MemberValue.decode(entry.value)
         if value is not None and value.session == core.id:
             holder = core.leases.find(entry.lease)
@@ -482,22 +475,26 @@ class Registration:
         ttl_s = timing.ttl_s if value is None else value.ttl_s
         until = asyncio.get_running_loop().time() + timing.request_timeout_s
         until += ttl_s * limits.expiry_factor * (1 + timing.drift) + limits.notice_s
-        least_s = entry.remaining_s
-        while not (self._left or self._failed or keepalive.lost_because):
-            self._wake.clear()
-            await self._sleep(ttl_s / 10)
-            try:
-                found = await core.call(core.store.get(self.key))
-            except (StoreUnavailable, OutcomeUnknown):
-                continue
-            if found is None or found.revision != entry.revision:
-                return
-            if found.remaining_s is not None:
-                if least_s is not None and found.remaining_s > least_s + 0.001:
-                    raise self._name_taken(found, "renews its lease")
-                least_s = found.remaining_s
-            if asyncio.get_running_loop().time() >= until:
-                raise self._name_taken(found, f"still holds it after {ttl_s:g} s and more")
+        challenge = Challenge(core, f"{self._challenges}/{self._attempt}", keepalive)
+        try:
+            while not (self._left or self._failed or keepalive.lost_because):
+                self._wake.clear()
+                try:
+                    await challenge.make()
+                    await self._sleep(ttl_s / 10)
+                    found = await core.call(core.store.get(self.key))
+                except (StoreUnavailable, OutcomeUnknown):
+                    await asyncio.sleep(core.calls.retry_pause())
+                    continue
+                if found is None or found.revision != entry.revision:
+                    return
+                holder_says = MemberValue.decode(found.value)
+                if holder_says is not None and self._attempt in holder_says.answered:
+                    raise self._name_taken(found, "is alive")
+                if asyncio.get_running_loop().time() >= until:
+                    raise self._name_taken(found, f"still holds it after {ttl_s:g} s and more")
+        finally:
+            challenge.withdraw()
 
     def _name_taken(self, entry: Entry, proof: str) -> NameTaken:
         value = MemberValue.decode(entry.value)
@@ -549,9 +546,9 @@ class Registration:
 
     def _end(self) -> None:
         self._end_attempt()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -624,114 +621,3 @@ class GroupMember(MemberView):
     async def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         core = self._registration.core
         await core.runtime.do(core.run(work))
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """The members of a group at one time."""
-
-    members: Mapping[str, Member]
-    at: float = field(compare=False)
-    """When they were read, on the boot-time clock."""
-    recheck_s: float | None = field(default=None, compare=False)
-    """When to read again, because the renewals of a member may be late then."""
-
-
-async def read_members(core: SessionCore, group: str) -> Roster:
-    """The members of a group, read from the store, in the order of their names."""
-    at = core.runtime.clock.now()
-    return roster_of(await core.call(core.store.list(members_key(group))), at)
-
-
-def roster_of(entries: Iterable[Entry], at: float) -> Roster:
-    """The members that the entries of a group describe."""
-    from urllib.parse import unquote  # as in `model`
-
-    members: dict[str, Member] = {}
-    recheck_s: float | None = None
-    for entry in entries:
-        value = MemberValue.decode(entry.value)
-        if value is None or entry.lease is None:
-            continue
-        name, silent_s, suspected = unquote(entry.key.rpartition("/")[2]), None, False
-        if entry.remaining_s is not None:
-            silent_s = max(0.0, value.ttl_s - entry.remaining_s)
-            late_s = silent_s - SUSPECT_AFTER * value.ttl_s
-            suspected = late_s > 0
-            next_s = max(-late_s, value.ttl_s / 6) + 0.001
-            recheck_s = min(recheck_s or next_s, next_s)
-        members[name] = Member(
-            name,
-            entry.revision,
-            value.state,
-            value.reason,
-            value.meta,
-            value.since,
-            suspected,
-            silent_s,
-        )
-    return Roster(dict(sorted(members.items())), at, recheck_s)
-
-
-async def observe_members(
-    core: SessionCore,
-    group: str,
-    deliver: Callable[[Roster | Unreachable[Roster]], None],
-    *,
-    suspect: bool = True,
-) -> None:
-    """Deliver the members of a group, then every change, until cancelled.
-
-    Without `suspect` the list is read after changes only, and no member is suspected.
-    """
-    await observe(
-        core.calls,
-        [members_key(group)],
-        partial(read_members, core, group),
-        deliver,
-        settle_s=SETTLE_S,
-        due=lambda roster: roster.recheck_s if suspect else None,
-    )
-
-
-class RosterChanges:
-    """Makes changes of what an observer of a group sees."""
-
-    def __init__(self, core: SessionCore) -> None:
-        self._clock = core.runtime.clock
-        self._before: Roster | None = None
-        self._unreachable = False
-
-    def of(
-        self, seen: Roster | Unreachable[Roster]
-    ) -> list[MemberChange | Unreachable[tuple[Member, ...]] | Reachable]:
-        """What has changed since the last time."""
-        if isinstance(seen, Unreachable):
-            self._unreachable = True
-            last = None if seen.last is None else tuple(seen.last.members.values())
-            return [Unreachable(seen.since, last, seen.error)]
-        back = [Reachable(self._clock.wall())] if self._unreachable else []
-        self._unreachable = False
-        before, self._before = self._before, seen
-        return [*back, *changes(before, seen)]
-
-
-def changes(before: Roster | None, now: Roster) -> list[MemberChange]:
-    """What has changed from one list to the next."""
-    found: list[MemberChange] = []
-    last = {} if before is None else before.members
-    for name, member in last.items():
-        current = now.members.get(name)
-        if current is None or current.incarnation != member.incarnation:
-            assert before is not None
-            silent_s = now.at - before.at + (member.silent_s or 0.0)
-            found.append(MemberChange("gone", member, silent_s))
-    for name, member in now.members.items():
-        known = last.get(name)
-        if known is None or known.incarnation != member.incarnation:
-            found.append(MemberChange("joined", member, member.silent_s))
-        elif member.suspected and not known.suspected:
-            found.append(MemberChange("suspected", member, member.silent_s))
-        elif member != known:
-            found.append(MemberChange("changed", member, member.silent_s))
-    return found

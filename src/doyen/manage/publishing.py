@@ -30,7 +30,7 @@ from doyen.errors import (
 from doyen.events import PublishFailed
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
-from doyen.manage.members import Roster, read_members
+from doyen.manage.roster import Roster, read_members
 from doyen.model import Member, Published, Unreachable, members_key, published_key
 from doyen.stores.port import Watch
 from doyen.term import Term

@@ -20,7 +20,8 @@ from doyen.errors import BadDocument, StoreError
 from doyen.events.log_lines import log_line
 from doyen.manage.applied import Applied
 from doyen.manage.documents import Versioned
-from doyen.manage.members import SUSPECT_AFTER, MemberValue
+from doyen.manage.members import MemberValue
+from doyen.manage.roster import SUSPECT_AFTER
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import ShardSpec
 from doyen.model import Claim, Entry

@@ -36,7 +36,7 @@ from doyen.errors import (
 )
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
-from doyen.manage.members import read_members
+from doyen.manage.roster import read_members
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
 from doyen.manage.shards.steps import SeenMember, next_plan, unheld

@@ -46,7 +46,8 @@ from doyen.errors import (
 )
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned, went_back
-from doyen.manage.members import HealthCheck, MemberSettings, Registration
+from doyen.manage.health import HealthCheck
+from doyen.manage.members import MemberSettings, Registration
 from doyen.manage.shards.controller import control, group_of, seen_members
 from doyen.manage.shards.plan import Move, ShardPlan
 from doyen.manage.shards.spec import check_weight

@@ -14,7 +14,7 @@ from doyen.election.core import SessionCore
 from doyen.election.options import OnOverrun
 from doyen.errors import SessionClosed, StaleMap
 from doyen.lease.runtime import ThreadRuntime
-from doyen.manage.members import HealthCheck
+from doyen.manage.health import HealthCheck
 from doyen.manage.shards import requests
 from doyen.manage.shards.owner import Bodies, OwnerSettings, ShardOwner, ShardTerm
 from doyen.manage.shards.routing import ShardMap, read_map
