@@ -87,6 +87,23 @@ class RevokesLater(MemoryStore):
         self._loop.call_later(0.1, self._server.revoke, lease.id)
 
 
+@caught_by("a_warrant_ends_the_lease_of_another_client")
+class EndsOwnLeasesOnly(MemoryStore):
+    """Returns from `end` for a lease that this client did not grant, without ending it."""
+
+    async def end(self, warrant: bytes) -> None:
+        if warrant.decode() in self._own:
+            await super().end(warrant)
+
+
+@caught_by("a_warrant_ends_no_other_lease")
+class EndsTheNextLeaseToo(MemoryStore):
+    async def end(self, warrant: bytes) -> None:
+        for lease in list(self._server._leases):
+            if lease >= warrant.decode():
+                self._server.revoke(lease)
+
+
 @caught_by("a_revoked_lease_never_revives", "an_expired_lease_never_revives")
 class Revives(MemoryServer):
     def renew(self, lease: str) -> None:

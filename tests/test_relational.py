@@ -157,7 +157,7 @@ def test_a_lease_is_renewed_or_ended_and_never_both(place: Place) -> None:
             renewal = asyncio.create_task(holder.renew(lease))
             for _ in range(chance.randrange(6)):
                 await asyncio.sleep(0)
-            await other.end({lease.id: 0}, seen.incarnation)
+            await other.end_unrenewed({lease.id: 0}, seen.incarnation)
             await asyncio.wait({renewal})
             survived = renewal.exception() is None
             assert survived or isinstance(renewal.exception(), LeaseGone)

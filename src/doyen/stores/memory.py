@@ -290,7 +290,7 @@ class MemoryServer:
 class MemoryStore(Store):
     """One client of a `MemoryServer`, on the running loop."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(one_process=True)
 
     def __init__(self, server: MemoryServer, context: Context) -> None:
         self._server = server
@@ -310,6 +310,12 @@ class MemoryStore(Store):
 
     async def revoke(self, lease: Lease) -> None:
         self._at().revoke(lease.id)
+
+    def warrant(self, lease: Lease) -> bytes:
+        return lease.id.encode()
+
+    async def end(self, warrant: bytes) -> None:
+        self._at().revoke(warrant.decode())
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         return self._at().create(key, value, lease.id)

@@ -27,13 +27,16 @@ checks it against this port.
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from doyen.errors import ConfigError, StoreError
+from doyen.errors import ConfigError, StoreError, StoreUnusable
 from doyen.events import Event
 from doyen.lease.clock import Clock
 from doyen.lease.timing import DEFAULT_TTL_S
@@ -74,6 +77,8 @@ class Capabilities:
     """The engine may keep a lease up to this many times its ttl."""
     notice_s: float = 0.0
     """The longest delay of a notification when nothing fails."""
+    one_process: bool = False
+    """The entries exist in one process only, and end with it."""
     value_bytes: int = 1_000_000
     """The largest value."""
     value_limit: str = "the limit of doyen for every store"
@@ -104,6 +109,9 @@ class Context:
     create: bool = True
     """Whether to create what the store needs and lacks: a file, tables, a bucket. Otherwise
     `StoreUnusable` is raised, with the place where nothing was found."""
+    ends_only: bool = False
+    """Only `end` and `close` will be called, perhaps after a long time. The adapter connects, and
+    leaves out what runs by itself, such as watching for leases that have expired."""
 
 
 class Store(ABC):
@@ -130,6 +138,20 @@ class Store(ABC):
     @abstractmethod
     async def revoke(self, lease: Lease) -> None:
         """End the lease. Everything bound to it is gone when this returns. Idempotent."""
+
+    def warrant(self, lease: Lease) -> bytes:
+        """What another process needs, besides the URL, to end `lease` with `end`: 200 bytes at
+        most. Empty if no other process can end it."""
+        return b""
+
+    async def end(self, warrant: bytes) -> None:
+        """End the lease that a store of the same URL, in any process, gave this warrant for.
+
+        Everything bound to it is gone when this returns. Returns also if the lease had ended
+        before. Raises `StoreUnusable` if the warrant is void here, for instance because it is of
+        another cluster.
+        """
+        raise StoreUnusable("a store of this kind cannot end the leases of other processes")
 
     @abstractmethod
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -356,6 +378,25 @@ def _opener(scheme: str) -> Opener:
         f"no store for {scheme}://{advice or did_you_mean(scheme, [*known, *_ALIASES])};"
         f" known schemes: {', '.join(known)}"
     )
+
+
+def adapter_loaded(url: str) -> bool:
+    """Whether `open_store` would import nothing."""
+    module = _BUILT_IN.get(url.partition(":")[0], "")
+    found = sys.modules.get(module)
+    return found is not None and (
+        not hasattr(found, "__path__") or f"{module}.store" in sys.modules
+    )
+
+
+def load_adapter(url: str) -> None:
+    """Import the adapter for the scheme of `url` and its client library, on any thread. What
+    cannot be imported is reported by `open_store`."""
+    module = _BUILT_IN.get(url.partition(":")[0])
+    if module is not None:
+        with suppress(ImportError, ConfigError):
+            if hasattr(import_module(module), "__path__") and find_spec(f"{module}.store"):
+                import_module(f"{module}.store")
 
 
 async def open_store(url: str, context: Context) -> Store:

@@ -190,6 +190,12 @@ class FaultyStore(Store):
     async def revoke(self, lease: Lease) -> None:
         await self._call("revoke", lease.id, partial(self._store.revoke, lease), lease)
 
+    def warrant(self, lease: Lease) -> bytes:
+        return self._store.warrant(lease)
+
+    async def end(self, warrant: bytes) -> None:
+        await self._call("end", repr(warrant), partial(self._store.end, warrant))
+
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         do = partial(self._store.create, key, value, lease)
         return await self._call("create", key, do, lease)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
+from doyen.model import Lease
 from doyen.stores.port import Store
 
 log = logging.getLogger("doyen")
@@ -47,6 +48,14 @@ class GuardedStore(Store):
     def _require_usable(self) -> None:
         if self._unusable is not None:
             raise StoreUnusable(self._unusable)
+
+    def warrant(self, lease: Lease) -> bytes:
+        """The id. This suffices where ids are unique across clusters, and `revoke` ends the leases
+        of other handles too."""
+        return lease.id.encode()
+
+    async def end(self, warrant: bytes) -> None:
+        await self.revoke(Lease(warrant.decode(), 0.0))
 
     @abstractmethod
     async def _release(self) -> None:

@@ -25,6 +25,7 @@ import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.events import LeaseEnded
@@ -33,8 +34,8 @@ from doyen.model import Entry, Lease
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.nats.jetstream import PIPELINED, JetStream, StoredMessage, WrongSequence
-from doyen.stores.nats.mirror import Mirror
-from doyen.stores.nats.view import subject_of
+from doyen.stores.nats.mirror import BucketConsumer, Mirror
+from doyen.stores.nats.view import LEASE, subject_of
 from doyen.stores.port import Context
 
 log = logging.getLogger("doyen.nats")
@@ -181,6 +182,20 @@ class NatsLeases:
         await self._jetstream.delete(self._subject(lease.id), None)
         self._held.pop(lease.id, None)
         await self._end(lease.id)
+
+    async def end(self, lease: str) -> None:
+        """End the lease of another client, without a copy of the bucket."""
+        await self._jetstream.delete(self._subject(lease), None)
+        await self._jetstream.delete(subject_of(self._bucket, "leases", lease), None)
+        void: list[tuple[str, int]] = []
+        async with BucketConsumer.open(self._jetstream, self._bucket) as consumer:
+            while consumer.pending > 0:
+                subject, message = await consumer.next()
+                if message.headers.get(LEASE) == lease and not message.deleted:
+                    void.append((subject, message.sequence))
+        for subject, sequence in void:
+            with suppress(WrongSequence):
+                await self._jetstream.delete(subject, sequence)
 
     async def expire(self, lease: str, counter: int) -> None:
         """For the observer: end a lease, unless it was renewed after all."""

@@ -39,6 +39,7 @@ class NatsStore(GuardedStore):
         self._renewals = JetStream(address)
         self._mirror = Mirror(self._jetstream, bucket)
         self._leases = NatsLeases(self._jetstream, self._renewals, self._mirror, context, bucket)
+        self._ends_only = context.ends_only
         self._replicas = 1
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
@@ -60,6 +61,8 @@ class NatsStore(GuardedStore):
                 " give out tokens a second time. Delete it; doyen creates it again above"
                 " token_floor"
             )
+        if self._ends_only:
+            return
         observer = self._leases.observer
         self._mirror.start(observer.changed, observer.all_changed)
         await self._mirror.catch_up()
@@ -118,6 +121,10 @@ class NatsStore(GuardedStore):
     async def revoke(self, lease: Lease) -> None:
         self._require_usable()
         await self._leases.revoke(lease)
+
+    async def end(self, warrant: bytes) -> None:
+        self._require_usable()
+        await self._leases.end(warrant.decode())
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         self._require_usable()

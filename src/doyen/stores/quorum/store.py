@@ -139,6 +139,19 @@ class QuorumStore(GuardedStore):
     async def revoke(self, lease: Lease) -> None:
         await self._write(Revoke(_number(lease)))
 
+    def warrant(self, lease: Lease) -> bytes:
+        """With the id of the cluster: every cluster counts its leases from 1."""
+        return f"{self._cluster.id} {lease.id}".encode()
+
+    async def end(self, warrant: bytes) -> None:
+        cluster, _, lease = warrant.decode().partition(" ")
+        if cluster != self._cluster.id:
+            raise StoreUnusable(
+                f"the lease {lease} belongs to the cluster {cluster}, and these nodes are of the"
+                f" cluster {self._cluster.id}"
+            )
+        await self.revoke(Lease(lease, 0.0))
+
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         match await self._write(Create(key, value, _number(lease))):
             case Written(revision=revision, version=version):

@@ -47,6 +47,7 @@ class RedisStore(GuardedStore):
         self, address: RedisAddress, context: Context, *, prefix: str, replicas: int, poll_s: float
     ) -> None:
         self._emit = context.emit
+        self._ends_only = context.ends_only
         master = RedisMaster(address)
         self._scripts = ScriptRunner(master, prefix)
         self._renewals = ScriptRunner(master, prefix)
@@ -78,6 +79,8 @@ class RedisStore(GuardedStore):
             )
         if floor:
             await self._write("raise", str(floor))
+        if self._ends_only:
+            return
         stale, _ = await self._write("stale")
         self._observer.follow(lease.decode() for lease in stale)
 

@@ -148,6 +148,7 @@ class RelationalStore(GuardedStore):
         poll_s: float | None,
     ) -> None:
         self._emit = context.emit
+        self._ends_only = context.ends_only
         self._names = dialect
         texts = _statements(logs=logs)
         self._sql = {name: text.format_map(dialect) for name, text in texts.items()}
@@ -164,6 +165,8 @@ class RelationalStore(GuardedStore):
         try:
             if floor:
                 await self._connection.write(self._sql["raise"], {"floor": floor})
+            if self._ends_only:
+                return
             stale = await self._connection.read(self._sql["stale"], {})
             self._observer.follow(text_of(row[0]) for row in stale)
         except BaseException:
@@ -320,14 +323,14 @@ class RelationalStore(GuardedStore):
             if counter == _GONE or self._observer.proven(lease, counter)
         }
         if proven:
-            await self.end(proven, self._observer.incarnation)
+            await self.end_unrenewed(proven, self._observer.incarnation)
             self._observer.forget(proven)
 
     async def expire(self, lease: str, counter: int) -> None:
         """For the observer: end a lease that has expired, unless its counter has changed."""
         await self._end({lease: counter})
 
-    async def end(self, leases: Mapping[str, int], incarnation: str) -> None:
+    async def end_unrenewed(self, leases: Mapping[str, int], incarnation: str) -> None:
         """End those of the leases whose counters have not changed, if the server is still the one
         on which they were observed: another may lack renewals that were confirmed."""
         given: dict[str, object] = {"incarnation": incarnation}

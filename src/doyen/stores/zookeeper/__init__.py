@@ -73,6 +73,8 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
         private=acl == "creator",
         token_floor=options.whole_number(url, "token_floor"),
     )
+    if context.ends_only:
+        return store  # which connects with the sessions that it is to close
     return await opened(store, store.open(create=context.create))
 
 

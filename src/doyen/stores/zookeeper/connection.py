@@ -265,8 +265,13 @@ class _KazooLog(logging.LoggerAdapter[logging.Logger]):
         super().log(logging.INFO if level == logging.WARNING else level, msg, *args, **options)
 
 
-def make_client(session: ZooKeeperSession, timeout_s: float, handler: KazooHandler) -> Any:
-    """A client of kazoo for one session."""
+def make_client(
+    session: ZooKeeperSession,
+    timeout_s: float,
+    handler: KazooHandler,
+    taken_over: tuple[int, bytes] | None = None,
+) -> Any:
+    """A client of kazoo for one session: a new one, or the one with this number and password."""
     address = session.address
     retry = KazooRetry(
         max_tries=-1, delay=0.05, backoff=1.5, max_delay=min(1.0, max(0.1, timeout_s / 12))
@@ -275,6 +280,7 @@ def make_client(session: ZooKeeperSession, timeout_s: float, handler: KazooHandl
         logger=_KazooLog(logging.getLogger("doyen.zookeeper")),
         hosts=str(address),
         timeout=(math.ceil(timeout_s * 1000) + 0.5) / 1000,
+        client_id=taken_over,
         handler=handler,
         connection_retry=retry,
         auth_data=[("digest", address.digest)] if address.digest else None,

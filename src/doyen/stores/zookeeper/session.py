@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import struct
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +70,7 @@ from doyen.stores.zookeeper.connection import (
     stop_client,
 )
 
-__all__ = ["LeaseSession", "ZooKeeperSession"]
+__all__ = ["ForeignSession", "LeaseSession", "ZooKeeperSession"]
 
 _READS = (Exists, GetChildren, GetData)
 _ANSWERS = (NoNodeError, NodeExistsError, BadVersionError)
@@ -81,6 +82,9 @@ CONNECT_ATTEMPTS = 3
 A server that has just been started may accept one connection and never answer on it."""
 OUTLIVES = 2.0
 """After this many times its length without a sign of life a session has ended for certain."""
+_SHORTEST_S = 0.4
+_WARRANT = struct.Struct("!Qd16s")
+"""The number of a session, its length and its password."""
 IN_FLIGHT = 64
 """The most requests in flight ahead of a renewal on the same connection."""
 
@@ -161,6 +165,7 @@ class ZooKeeperSession:
         timeout_s: float,
         on_up: Callable[[], None] = lambda: None,
         on_down: Callable[[], None] = lambda: None,
+        taken_over: tuple[int, bytes] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.address = address
@@ -176,7 +181,7 @@ class ZooKeeperSession:
         self._stopping = False
         self._calls = _LoopCalls()
         self._handler = KazooHandler(self)
-        self._client = make_client(self, timeout_s, self._handler)
+        self._client = make_client(self, timeout_s, self._handler, taken_over)
 
     async def open(self) -> None:
         """Begin the session. Raises with each server's reason if there is none in time."""
@@ -322,8 +327,14 @@ class LeaseSession(ZooKeeperSession):
 
     is_lease = True
 
-    def __init__(self, address: ZooKeeperAddress, *, timeout_s: float) -> None:
-        super().__init__(address, timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: ZooKeeperAddress,
+        *,
+        timeout_s: float,
+        taken_over: tuple[int, bytes] | None = None,
+    ) -> None:
+        super().__init__(address, timeout_s=timeout_s, taken_over=taken_over)
         self.until = math.inf
         """When the session has ended by this client's clock, because it was not renewed."""
         self.slots = asyncio.Semaphore(IN_FLIGHT)
@@ -334,6 +345,11 @@ class LeaseSession(ZooKeeperSession):
         self._unanswered = 0
         """How many connections in a row were accepted and not answered."""
         self._unanswered_at = -math.inf
+
+    def warrant(self) -> bytes:
+        """What `ForeignSession` needs."""
+        number, password = self._client._session_id, self._client._session_passwd
+        return _WARRANT.pack(number % 2**64, self.granted_s, password)
 
     def renew(self, path: str) -> asyncio.Future[Any]:
         """Write to the znode at `path`: the renewal counts once a majority has the write."""
@@ -411,6 +427,30 @@ class LeaseSession(ZooKeeperSession):
         super()._went_down()
         if self._expired:
             self.end("")
+
+
+class ForeignSession(LeaseSession):
+    """The session of a process that has died, taken over in order to close it.
+
+    To connect renews a session. The shortest length is requested, so that a session which could
+    not be closed ends soon after.
+    """
+
+    def __init__(self, address: ZooKeeperAddress, warrant: bytes) -> None:
+        number, granted_s, password = _WARRANT.unpack(warrant)
+        signed = number - 2**64 if number >= 2**63 else number
+        super().__init__(address, timeout_s=_SHORTEST_S, taken_over=(signed, password))
+        self.id, self.granted_s = _name(number), granted_s
+        self.requests.patience_s = granted_s / 6
+
+    def close(self) -> asyncio.Future[None]:
+        """Connect and close the session. The future is done when it has ended for ZooKeeper."""
+        self._client.start_async()
+        return self.revoke("its holder has died")
+
+    def connected(self, session: int, granted_s: float) -> None:
+        self._unanswered = 0
+        ZooKeeperSession.connected(self, session, granted_s)
 
 
 class _PendingAnswer:

@@ -46,7 +46,7 @@ from doyen.stores.port import Capabilities, Creation, Watch
 from doyen.stores.zookeeper.connection import ZooKeeperAddress
 from doyen.stores.zookeeper.diagnosis import findings, states
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
-from doyen.stores.zookeeper.session import LeaseSession, ZooKeeperSession
+from doyen.stores.zookeeper.session import ForeignSession, LeaseSession, ZooKeeperSession
 from doyen.stores.zookeeper.watches import ZooKeeperWatches
 
 __all__ = ["ZooKeeperStore"]
@@ -94,6 +94,8 @@ class ZooKeeperStore(GuardedStore):
         self._acl = CREATOR_ALL_ACL if private else OPEN_ACL_UNSAFE
         self._floor = token_floor
         self._leases: dict[str, LeaseSession] = {}
+        self._foreign: dict[bytes, ForeignSession] = {}
+        """Sessions of other processes that are being closed, by their warrants."""
         self._created: dict[str, tuple[Version, _Unchanged]] = {}
         """Entries that this store has created under a lease. They are deleted without a read."""
         self._watches = ZooKeeperWatches(self._layout)
@@ -162,6 +164,20 @@ class ZooKeeperStore(GuardedStore):
             return
         await shared(session.revoke("it was revoked"))
         self._leases.pop(lease.id, None)
+
+    def warrant(self, lease: Lease) -> bytes:
+        session = self._leases.get(lease.id)
+        return b"" if session is None else session.warrant()
+
+    async def end(self, warrant: bytes) -> None:
+        self._require_usable()
+        session = self._foreign.get(warrant)
+        if session is None:
+            session = self._foreign[warrant] = ForeignSession(self._address, warrant)
+            session.close()
+        # If this call is cancelled, the session is closed nevertheless, and the next call waits.
+        await shared(session.ended)
+        self._foreign.pop(warrant, None)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         path = self._layout.leaf(key)
@@ -299,12 +315,12 @@ class ZooKeeperStore(GuardedStore):
         return findings(await states(self._address))
 
     def _abandon(self) -> None:
-        for session in (self._session, *self._leases.values()):
+        for session in (self._session, *self._leases.values(), *self._foreign.values()):
             session.forked()
 
     async def _release(self) -> None:
         self._watches.close()
-        sessions = [self._session, *self._leases.values()]
+        sessions = [self._session, *self._leases.values(), *self._foreign.values()]
         await asyncio.wait(
             [session.end("the store was closed") for session in sessions], timeout=_CLOSED_WITHIN_S
         )

@@ -27,6 +27,7 @@ class StoreHarness(ABC):
     crowd: int = 200
     """The number of leases whose entries are under one prefix."""
     clock: Clock = SystemClock()
+    _ends_only: bool = False
 
     def __init__(self) -> None:
         self._opened: list[Store] = []
@@ -49,7 +50,15 @@ class StoreHarness(ABC):
         asyncio.run(main())
 
     def context(self) -> Context:
-        return Context(self.clock, lambda _: None)
+        return Context(self.clock, lambda _: None, ends_only=self._ends_only)
+
+    async def ender(self) -> Store:
+        """Open a client that is used to end leases and for nothing else."""
+        self._ends_only = True
+        try:
+            return await self.client()
+        finally:
+            self._ends_only = False
 
     async def client(self) -> Store:
         """Open a client that is closed when the test ends."""

@@ -116,6 +116,44 @@ class LeaseConformance:
         await holder.revoke(lease)
 
     @promise
+    async def test_a_warrant_ends_the_lease_of_another_client(self, h: StoreHarness) -> None:
+        """When `end` has returned, nothing that is bound to the lease is left, whichever client
+        called it. The lease never revives. `end` is idempotent. A store whose warrants are empty
+        promises nothing."""
+        holder, lease = await leased(h)
+        other, bystander = await leased(h)
+        ender = await h.ender()
+        key, line = leader_key(h.name()), line_key(h.name())
+        await holder.create(key, b"v", lease)
+        await holder.enqueue(line, b"mine", lease)
+        await other.enqueue(line, b"theirs", bystander)
+        warrant = holder.warrant(lease)
+        assert len(warrant) <= 200
+        if not warrant:
+            return
+        await ender.end(warrant)
+        await h.shows(other, key, None)
+        assert await listed(other, line) == [b"theirs"]
+        await ender.end(warrant)
+        await self._is_gone(h, holder, lease)
+
+    @promise
+    async def test_a_warrant_ends_no_other_lease(self, h: StoreHarness) -> None:
+        """The warrant of a lease that has ended has no effect on later leases of its holder, or on
+        those of others."""
+        holder, lease = await leased(h)
+        ender = await h.ender()
+        warrant = holder.warrant(lease)
+        await holder.revoke(lease)
+        later = await holder.grant(h.ttl_s * 60)
+        key = leader_key(h.name())
+        assert (await holder.create(key, b"v", later)).won
+        if warrant:
+            await ender.end(warrant)
+        await h.shows(holder, key, b"v")
+        await holder.renew(later)
+
+    @promise
     async def test_a_revoked_lease_never_revives(self, h: StoreHarness) -> None:
         """After `revoke`, the lease's `renew`, `create` and `enqueue` raise `LeaseGone`."""
         store, lease = await leased(h)
