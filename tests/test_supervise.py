@@ -34,6 +34,7 @@ class Tenure(Term):
     """A term as the supervisor sees it, without a lease."""
 
     valid_until = stop_budget_s = 0.0
+    run_number = 0
 
     def __init__(
         self, valid_s: float = 60.0, budget_s: float = 2.0, proof: tuple[int, ...] = ()
@@ -46,6 +47,12 @@ class Tenure(Term):
 
     def proof(self) -> tuple[int, ...]:
         return self._proof
+
+    def run_begins(self) -> int:
+        return self.run_number
+
+    def run_ended(self, run: int) -> None:
+        assert run == self.run_number
 
     def on_renewal(self, listener: Callable[[float], None], /) -> None:
         self._renewed.append(listener)

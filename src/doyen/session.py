@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVa
 
 from doyen._waiting import outlast, shared
 from doyen.election.core import SessionCore
-from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
+from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, WardenForm
 from doyen.election.orders import order_resign, order_transfer
 from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
 from doyen.errors import SessionClosed
@@ -54,6 +54,7 @@ from doyen.scopes import Campaign, Lock, RepeatedCampaign, Rounds
 from doyen.stores.choice import choose_store
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
+from doyen.warden.client import Warding
 
 if TYPE_CHECKING:
     from doyen.manage.config_session import Config, ConfigOptions
@@ -75,11 +76,16 @@ class Session:
     """
 
     def __init__(
-        self, settings: SessionSettings, runtime: Runtime | None = None, store: Store | None = None
+        self,
+        settings: SessionSettings,
+        runtime: Runtime | None = None,
+        store: Store | None = None,
+        warding: Warding | None = None,
     ) -> None:
         self._settings = settings
         self._given_runtime = runtime
         self._given_store = store
+        self._given_warding = warding
         self._core: SessionCore | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -95,7 +101,8 @@ class Session:
         runtime = self._given_runtime or ThreadRuntime.acquire()
         try:
             self._core = await runtime.obtain(
-                SessionCore.open(self._settings, runtime, self._given_store), SessionCore.close
+                SessionCore.open(self._settings, runtime, self._given_store, self._given_warding),
+                SessionCore.close,
             )
         except BaseException:
             runtime.release()
@@ -561,6 +568,14 @@ class ConnectOptions(TypedDict, total=False):
     """A file for the audit log."""
     on_event: Sink | None
     """Called with every `events.Record`, in order, on a thread of its own."""
+    warden: WardenForm | None
+    """A process that ends the leases at once if this one dies: "process" starts one, "host" expects
+    that of the host, "none" uses none. Default: that of the host, if there is one."""
+    settle_s: float | None
+    """How long the warden waits before it ends the leases. Default: 0, but the stop budget for a
+    warden that was found by default."""
+    frozen_after_s: float | None
+    """Have the warden kill this process if it holds a term and does not respond for this long."""
 
 
 def settings_of(url: str | None, options: ConnectOptions) -> SessionSettings:
@@ -589,6 +604,7 @@ def connect(url: str | None = None, **options: Unpack[ConnectOptions]) -> Sessio
     exactly one of them is set. Otherwise the store is a file that only this machine has, which is
     logged as a warning and refused if `DOYEN_REQUIRE_STORE=1`. Options: `ttl_s`, `stop_budget_s`,
     `drift`, `renew_every_s`, `request_timeout_s`, `wait_s`, `create`, `release_at_exit`, `audit`,
-    `on_event`; each is explained at `doyen.session.ConnectOptions`.
+    `on_event`, `warden`, `settle_s`, `frozen_after_s`; each is explained at
+    `doyen.session.ConnectOptions`.
     """
     return Session(settings_of(url, options))

@@ -214,6 +214,15 @@ class Term:
         """
         return self._keepalive.proof()
 
+    def run_begins(self) -> int:
+        """For supervisors: processes are about to be started that may outlive this one. The number
+        of this run, 0 without a warden."""
+        return self._keepalive.warding.run_begins()
+
+    def run_ended(self, run: int) -> None:
+        """For supervisors: none of the processes of this run is alive."""
+        self._keepalive.warding.run_ended(run)
+
     def loss(self) -> LeadershipLost:
         """The exception for the end of this term."""
         reason = self.reason or "its deadline has passed"

@@ -61,6 +61,11 @@ class AuditLog:
                 log.warning("%s", log_line(event="audit_log_restored", path=self.path))
                 self._gap = None
 
+    @property
+    def complete(self) -> bool:
+        """Whether every event so far has been written."""
+        return self._gap is None
+
     def _line(self, record: Record) -> bytes:
         when = {"at": record.at, "wall": record.wall, "boot": self._boot}
         line = {**record.fields(), **when, "pid": record.pid, "session": record.session}

@@ -49,6 +49,7 @@ COMMANDS = {
     "cluster": "show the state of a quorum, change its members, back it up",
     "lab": "run simulated clusters, with every protocol and fault, from a seed",
     "up": "start some candidates on this machine for a demonstration",
+    "warden": "end the leases of this user's processes as soon as they die",
     "doctor": "check a store and a configuration: latency, margins, worst case, known problems",
     "verify": "prove from audit logs that there were never two leaders at a time",
     "completion": "print the completion script for a shell",
@@ -75,6 +76,7 @@ environment:
   DATABASE_URL, ETCDCTL_ENDPOINTS, ZK_HOSTS
                          name the store without DOYEN_STORE, if one is set
   DOYEN_REQUIRE_STORE=1  refuse the default, a file only on this machine
+  DOYEN_WARDEN           where the warden of this host listens, or off
   DOYEN_NODE_…           settings of a node: see doyen help serve
   DOYEN_DEBUG=1          show the traceback of an error
 

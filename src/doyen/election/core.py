@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from doyen._waiting import BackgroundTasks, shared
 from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
+from doyen.events import Event
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
@@ -27,7 +29,15 @@ from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, SessionHealth
 from doyen.stores.choice import without_password
-from doyen.stores.port import Context, Store, open_store
+from doyen.stores.port import (
+    Capabilities,
+    Context,
+    Store,
+    adapter_loaded,
+    load_adapter,
+    open_store,
+)
+from doyen.warden.client import NoWarden, SessionWarden, Warding, hello_for
 
 __all__ = ["ENTERING", "SessionCore"]
 
@@ -149,6 +159,31 @@ def _report_store(settings: SessionSettings) -> None:
         )
 
 
+def warding_of(
+    settings: SessionSettings,
+    limits: Capabilities,
+    timing: Timing,
+    session_id: str,
+    emit: Callable[[Event], None],
+) -> Warding:
+    """The warden of a new session of this process."""
+    needless = limits.proof_of_death and settings.frozen_after_s is None
+    if settings.warden == "none" or limits.one_process or needless:
+        return NoWarden()
+    settle_s = settings.settle_s
+    if settle_s is None:
+        settle_s = timing.stop_budget_s if settings.warden is None else 0.0
+    hello = hello_for(
+        session=session_id,
+        url=settings.url,
+        audit=None if settings.audit is None else os.fspath(settings.audit),
+        settle_s=settle_s,
+        frozen_after_s=settings.frozen_after_s,
+        request_timeout_s=timing.request_timeout_s,
+    )
+    return SessionWarden(hello, settings.warden or "found", emit)
+
+
 class SessionCore:
     """The inside of a session."""
 
@@ -161,6 +196,7 @@ class SessionCore:
         runtime: Runtime,
         *,
         session_id: str,
+        warding: Warding | None = None,
     ) -> None:
         self.id = session_id
         self.store = store
@@ -169,7 +205,9 @@ class SessionCore:
         self.tasks = BackgroundTasks()
         self.calls = StoreCalls(store, timing, runtime.random, runtime.clock, self.tasks)
         self.call = self.calls.call
-        self.leases = LeaseKeeper(self.calls, timing_of, runtime, telemetry, self.tasks)
+        self.leases = LeaseKeeper(
+            self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
+        )
         self.deletions = Deletions(self.calls, self.leases, self.tasks)
         self.admission = asyncio.Semaphore(ENTERING)
         self._attempts = itertools.count(1)
@@ -181,7 +219,11 @@ class SessionCore:
 
     @classmethod
     async def open(
-        cls, settings: SessionSettings, runtime: Runtime, store: Store | None = None
+        cls,
+        settings: SessionSettings,
+        runtime: Runtime,
+        store: Store | None = None,
+        warding: Warding | None = None,
     ) -> SessionCore:
         """Check the settings and open the store. No lease is granted yet."""
         session_id = f"{runtime.random.getrandbits(64):016x}"
@@ -203,6 +245,9 @@ class SessionCore:
         )
         try:
             if store is None:
+                if not adapter_loaded(settings.url):
+                    # Off the loop, where other sessions renew their leases meanwhile.
+                    await runtime.aside(partial(load_adapter, settings.url), lambda _: None)
                 context = Context(runtime.clock, telemetry.emit, settings.create)
                 store = await _open_patiently(settings, context, runtime.random)
                 _report_store(settings)
@@ -214,12 +259,16 @@ class SessionCore:
                 )
             timing_of = partial(settings.timing, renewals_lag=limits.renewals_lag)
             timing = timing_of(ttl_s)
+            if warding is None and runtime.is_process:
+                warding = warding_of(settings, limits, timing, session_id, telemetry.emit)
         except BaseException:
             if store is not None:
                 await store.close()
             await telemetry.close()
             raise
-        return cls(store, timing, timing_of, telemetry, runtime, session_id=session_id)
+        return cls(
+            store, timing, timing_of, telemetry, runtime, session_id=session_id, warding=warding
+        )
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run work that a caller waits for. Closing the session ends it with `SessionClosed`."""

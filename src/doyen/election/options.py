@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict, get_args
 
 from doyen.errors import ConfigError
 from doyen.events import Sink
@@ -16,6 +17,8 @@ from doyen.model import Claim, Kind, Meta, leader_key
 Recipe = Literal["line", "race"]
 MAX_SLOTS = 1000
 """Of a semaphore. Who is first in line lists them all."""
+WardenForm = Literal["process", "host", "none"]
+LEAST_FROZEN_S = 0.05
 OnOverrun = Literal["report", "exit"]
 
 
@@ -52,11 +55,27 @@ class SessionSettings:
     """Whether a session that is still open is released when the process ends."""
     origin: str = "connect"
     """Who named the store; empty if nobody did, so that it is the default."""
+    warden: WardenForm | None = None
+    settle_s: float | None = None
+    frozen_after_s: float | None = None
 
     def __post_init__(self) -> None:
         wait_s: object = self.wait_s
         if not isinstance(wait_s, int | float) or not wait_s >= 0:
             raise ConfigError(f"wait_s is 0 s or more, not {self.wait_s!r}")
+        if self.warden not in (None, *get_args(WardenForm)):
+            raise ConfigError(
+                f"warden is 'process', 'host' or 'none', not {self.warden!r}; without it, the"
+                " warden of the host is used if there is one"
+            )
+        for option, least in (("settle_s", 0.0), ("frozen_after_s", LEAST_FROZEN_S)):
+            seconds = getattr(self, option)
+            if seconds is None:
+                continue
+            if not isinstance(seconds, int | float) or not least <= seconds < math.inf:
+                raise ConfigError(f"{option} is {least:g} s or more, not {seconds!r}")
+        if self.frozen_after_s is not None and self.warden == "none":
+            raise ConfigError("frozen_after_s needs a warden: leave out warden='none'")
 
     def timing(self, ttl_s: float, *, renewals_lag: bool = False) -> Timing:
         """The timing of a lease of `ttl_s`; raises `ConfigError` if it leaves no margin."""

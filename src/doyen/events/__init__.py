@@ -35,7 +35,9 @@ __all__ = [
     "Sink",
     "Unlisted",
     "Unsure",
+    "Unwarded",
     "Waiting",
+    "Warded",
     "merge_gap",
 ]
 
@@ -227,6 +229,25 @@ class PublishFailed(Event):
     log_name: ClassVar[str] = "publish_failed"
     group: str
     error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warded(Event):
+    """A warden watches over the session: it ends the leases at once if this process dies."""
+
+    log_name: ClassVar[str] = "warden_found"
+    warden: int
+    """Its process id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwarded(Event):
+    """The session was to have a warden, or had one, and has none now. If this process dies, its
+    leases expire. It is tried again."""
+
+    level: ClassVar[int] = logging.WARNING
+    log_name: ClassVar[str] = "warden_missing"
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

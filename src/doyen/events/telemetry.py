@@ -28,7 +28,7 @@ from doyen.events.log_lines import LogfmtLine, LogReporter, log_line
 from doyen.lease.clock import Clock
 
 log = logging.getLogger("doyen")
-_CHILDREN = ("audit", "consul", "nats", "quorum.node", "zookeeper")
+_CHILDREN = ("audit", "consul", "nats", "quorum.node", "warden", "zookeeper")
 LOGGERS = ("doyen", *(f"doyen.{child}" for child in _CHILDREN))
 """The loggers of all code that runs on doyen's threads. A filter of a logger does not see the lines
 of its child loggers, so each is named; `tests/test_house.py` checks that none is missing."""

@@ -32,6 +32,7 @@ from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.stores.port import Store
+from doyen.warden.client import NoWarden, Warding
 
 __all__ = ["NEVER", "Keepalive"]
 
@@ -58,7 +59,9 @@ class Keepalive:
         spread: random.Random,
         post: Callable[[Callable[[], None]], None],
         stall_after_s: float | None = None,
+        warding: Warding | None = None,
     ) -> None:
+        self.warding: Warding = warding or NoWarden()
         self.lease = lease
         self.timing = timing
         self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
@@ -116,8 +119,9 @@ class Keepalive:
         return forget
 
     def proof(self) -> tuple[int, ...]:
-        """Descriptors that prove the lease's holder alive; see `Store.proof`."""
-        return self._store.proof(self.lease)
+        """Descriptors that prove the lease's holder alive; see `Store.proof`. With a warden, also
+        the link to it."""
+        return (*self._store.proof(self.lease), *self.warding.proof())
 
     async def run(self) -> None:
         """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""

@@ -25,6 +25,7 @@ from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import SessionHealth
 from doyen.stores.port import Store
+from doyen.warden.client import Warding
 
 __all__ = ["CALLS_AT_ONCE", "LeaseKeeper", "Observer", "Reachability", "StoreCalls"]
 
@@ -246,6 +247,7 @@ class LeaseKeeper:
         runtime: Runtime,
         telemetry: Telemetry,
         tasks: BackgroundTasks,
+        warding: Warding,
     ) -> None:
         """`timing_of` computes the timing of a lease from its ttl."""
         self._calls = calls
@@ -253,6 +255,7 @@ class LeaseKeeper:
         self._runtime = runtime
         self._telemetry = telemetry
         self._tasks = tasks
+        self._warding = warding
         self._shared: Keepalive | None = None
         self._own: dict[Keepalive, None] = {}
         self._granting = asyncio.Lock()
@@ -304,8 +307,10 @@ class LeaseKeeper:
 
     async def _grant(self, stall_after_s: float | None = None) -> Keepalive:
         calls, runtime = self._calls, self._runtime
+        self._warding.begin()
         sent_at = runtime.clock.now()
         lease = await calls.call(calls.store.grant(calls.timing.ttl_s))
+        self._warding.register(lease, calls.store.warrant(lease))
         if lease.ttl_s != calls.timing.ttl_s:
             calls.timing = self._timing_of(lease.ttl_s)
         keepalive = Keepalive(
@@ -318,7 +323,9 @@ class LeaseKeeper:
             spread=runtime.random,
             post=runtime.post,
             stall_after_s=stall_after_s,
+            warding=self._warding,
         )
+        keepalive.on_renewal(lambda _: self._warding.renewed())
         keepalive.on_loss(self, lambda _: runtime.post(lambda: self._revoke_lost(keepalive)))
         self._tasks.start(keepalive.run())
         return keepalive
@@ -326,6 +333,7 @@ class LeaseKeeper:
     def body_begins(self, keepalive: Keepalive) -> None:
         """A body runs on this lease from now on: the watchdog watches its deadline."""
         self._bodies += 1
+        self._warding.bodies(self._bodies)
         self._idle.clear()
         keepalive.bodies += 1
         if keepalive.bodies == 1:
@@ -333,6 +341,7 @@ class LeaseKeeper:
 
     def body_ended(self, keepalive: Keepalive) -> None:
         self._bodies -= 1
+        self._warding.bodies(self._bodies)
         if not self._bodies:
             self._idle.set()
         keepalive.bodies -= 1
@@ -352,14 +361,15 @@ class LeaseKeeper:
         while True:
             try:
                 await self._calls.call(self._calls.store.revoke(keepalive.lease))
-                return
+                break
             except StoreError as error:
                 passing = isinstance(error, StoreUnavailable | OutcomeUnknown)
                 if not passing or not until_done:
                     line = log_line(event="revoke_failed", lease=keepalive.lease.id, error=error)
                     log.debug("%s", line)
-                    return
+                    break
             await asyncio.sleep(self._calls.retry_pause())
+        self._warding.withdraw(keepalive.lease)
 
     def bodies_suspended(self) -> None:
         """The process is ending, and the thread of all bodies runs none of their code any more, so
@@ -388,8 +398,10 @@ class LeaseKeeper:
         for keepalive in idle:
             self._runtime.unwatch(keepalive)
         await asyncio.gather(*map(self._revoke, idle))
+        self._warding.close()
 
     def forked(self) -> None:
         """In the child of a fork: the leases belong to the parent."""
         for keepalive in self._all():
             keepalive.forked()
+        self._warding.forked()

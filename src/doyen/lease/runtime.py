@@ -94,6 +94,10 @@ class Watchdog:
 class InlineRuntime:
     """What `ThreadRuntime` does, on the caller's loop: for virtual time. One seed gives one run."""
 
+    is_process = False
+    """Whether the end of a session is the end of this process, and descriptors can be waited
+    for."""
+
     def __init__(self, clock: Clock, seed: int = 0) -> None:
         self.clock = clock
         self.random = random.Random(seed)
@@ -244,6 +248,7 @@ class ThreadRuntime:
     loop runs until the last user has released it.
     """
 
+    is_process = True
     _shared: ThreadRuntime | None = None
     _shared_lock = threading.Lock()
 

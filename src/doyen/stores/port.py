@@ -382,7 +382,7 @@ def _opener(scheme: str) -> Opener:
 
 def adapter_loaded(url: str) -> bool:
     """Whether `open_store` would import nothing."""
-    module = _BUILT_IN.get(url.partition(":")[0], "")
+    module = _BUILT_IN.get(canonical_scheme(url.partition(":")[0]), "")
     found = sys.modules.get(module)
     return found is not None and (
         not hasattr(found, "__path__") or f"{module}.store" in sys.modules
@@ -392,7 +392,7 @@ def adapter_loaded(url: str) -> bool:
 def load_adapter(url: str) -> None:
     """Import the adapter for the scheme of `url` and its client library, on any thread. What
     cannot be imported is reported by `open_store`."""
-    module = _BUILT_IN.get(url.partition(":")[0])
+    module = _BUILT_IN.get(canonical_scheme(url.partition(":")[0]))
     if module is not None:
         with suppress(ImportError, ConfigError):
             if hasattr(import_module(module), "__path__") and find_spec(f"{module}.store"):

@@ -104,12 +104,14 @@ class Supervisor:
             term.on_renewal(partial(self._renewed, term))
         self._main = None
         ended = self._ended = asyncio.get_running_loop().create_future()
+        warded = term.run_begins()
         self._send(
             guard.START,
             term.token,
             valid_until=term.valid_until,
             grace_s=GRACE_SHARE * term.stop_budget_s,
             proof=term.proof(),
+            run=warded,
         )
         try:
             return await shared(ended)
@@ -121,6 +123,7 @@ class Supervisor:
             raise
         finally:
             self._ended = None
+            term.run_ended(warded)
             if self._takeover is not None:
                 self._takeover.cancel()
 
@@ -175,8 +178,9 @@ class Supervisor:
         valid_until: float = 0.0,
         grace_s: float = 0.0,
         proof: tuple[int, ...] = (),
+        run: int = 0,
     ) -> None:
-        message = guard.FRAME.pack(what, number, valid_until, grace_s)
+        message = guard.FRAME.pack(what, number, valid_until, grace_s, run)
         try:
             with self._sending:
                 if self._connection is not None:

@@ -14,6 +14,8 @@ Invariants:
 
 - The *tree* is the command and all processes that descend from it, also those in another group or
   session, and orphans: the guard is the subreaper of all of them. None of them outlives the run.
+- A warden's link is among the proof of life. The warden is told that a run is over after its tree
+  has been reaped, and never before.
 - Copies of the proof of life are held from before the command starts until the tree has been
   reaped, and the tree never inherits them.
 - SIGKILL is sent no later than `valid_until + grace_s`, whatever `doyen` sends or does not send.
@@ -33,17 +35,22 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
 from collections.abc import Callable
 from math import ceil, inf
 
-FRAME = struct.Struct("<cQdd")
-"""Every message, in both directions: type, a number, `valid_until`, `grace_s`; zero if unused."""
+FRAME = struct.Struct("<cQddQ")
+"""Every message, in both directions: type, a number, `valid_until`, `grace_s`, the number of the
+run; zero if unused."""
+WORD = struct.Struct("<Q")
+"""What a warden is told over its link when the processes of a run are gone: the run's number."""
 
 START = b"S"
-"""Start the command. Token, `valid_until`, `grace_s`; the descriptors of the proof are attached."""
+"""Start the command. Token, `valid_until`, `grace_s`, run; the descriptors of the proof are
+attached."""
 EXTEND = b"E"
 """Renewed. `valid_until`."""
 FORWARD = b"F"
@@ -253,6 +260,7 @@ class _Guard:
         self._kill_at = inf
         self._report = ENDED
         self._proof: list[int] = []
+        self._run = 0
         self._orphaned = False
         self._wake = _wake_on_child()
 
@@ -321,9 +329,22 @@ class _Guard:
     def _finish(self, status: int) -> None:
         self._tree = None
         for descriptor in self._proof:
+            self._tell_warden(descriptor)
             os.close(descriptor)
         self._proof = []
         self._send(self._report, status)
+
+    def _tell_warden(self, descriptor: int) -> None:
+        """If this is the link to a warden, report that every process of the run is gone. Until
+        then, and if this process dies before, the warden does not end the lease."""
+        try:
+            # Where only process groups are seen, some of its processes may be left.
+            whole = self._run and self._sees_trees
+            if whole and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as link:
+                    link.send(WORD.pack(self._run), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the warden is gone: the lease expires, if `doyen` is gone too
 
     def _receive_all(self) -> bool:
         """Handle all messages that have arrived, before the deadline is checked: a renewal may be
@@ -342,11 +363,12 @@ class _Guard:
                 return False
             self._obey(*FRAME.unpack(data))
 
-    def _obey(self, what: bytes, number: int, valid_until: float, grace_s: float) -> None:
+    def _obey(self, what: bytes, number: int, valid_until: float, grace_s: float, run: int) -> None:
         if what in (START, EXTEND):
             self._valid_until = valid_until
         if what == START and self._tree is None:
             self._grace_s = grace_s
+            self._run = run
             self._start(number)
         elif what == FORWARD and self._tree is not None:
             self._tree.forward(number)
@@ -358,7 +380,7 @@ class _Guard:
 
     def _send(self, what: bytes, number: int) -> None:
         try:
-            self._connection.send(FRAME.pack(what, number, 0.0, 0.0))
+            self._connection.send(FRAME.pack(what, number, 0.0, 0.0, 0))
         except OSError:
             pass  # `doyen` is gone, or does not read; the end of the connection is noticed
 

@@ -1,0 +1,219 @@
+"""Ending the leases of a dead holder at its store, and the stores that a warden keeps open.
+
+- The audit log is written first: it states that the holder has died. Without that line, `verify`
+  would take the successor's term for an overlap. If it cannot be written, the lease expires.
+- An attempt is repeated until the store says that the lease is gone. It cannot be known whether the
+  ttl has passed: stores restart leases after outages. It is given up after ten ttls in which the
+  store answered and refused, or at once if repeating cannot help.
+- Each distinct URL has one store, opened when the first session with it registers, so that its
+  client library is loaded and its connection made before they are needed.
+
+Imports the port, the audit log and the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from doyen._waiting import retrieve, shared
+from doyen.audit import AuditLog
+from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable
+from doyen.events import Event, LeaseEnded, Record
+from doyen.events.log_lines import log_line
+from doyen.lease.clock import Clock
+from doyen.stores.port import Store
+from doyen.warden.table import WardedLease
+from doyen.warden.wire import Hello
+
+__all__ = ["KeptStores", "LeaseEnder", "StoreKey", "Witness"]
+
+log = logging.getLogger("doyen.warden")
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 2.0
+ANSWERED_TTLS = 10
+"""How many ttls an attempt is repeated that the store answers and refuses."""
+GIVE_UP_S = 24 * 3600.0
+"""How long a store that does not answer at all is tried."""
+AT_ONCE = 16
+"""How many leases of one holder are ended at a time."""
+
+
+class StoreKey(NamedTuple):
+    """What makes two sessions use the same store with the same credentials."""
+
+    url: str
+    directory: str
+
+    @classmethod
+    def of(cls, hello: Hello) -> StoreKey:
+        return cls(hello.url, hello.directory)
+
+
+Opener = Callable[[StoreKey], Awaitable[Store]]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A store, for as long as sessions use it."""
+
+    opening: asyncio.Task[Store] | None = None
+    users: int = 0
+
+
+class KeptStores:
+    """The stores of the sessions that a warden serves."""
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+        self._kept: dict[StoreKey, _Kept] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def acquire(self, key: StoreKey) -> None:
+        """A session with this store has registered: open it, unless it is open."""
+        kept = self._kept.setdefault(key, _Kept())
+        kept.users += 1
+        if kept.opening is None:
+            self._open(key, kept)
+
+    def _open(self, key: StoreKey, kept: _Kept) -> asyncio.Task[Store]:
+        async def opened() -> Store:
+            return await self._opener(key)
+
+        kept.opening = asyncio.get_running_loop().create_task(opened())
+        kept.opening.add_done_callback(retrieve)
+        return kept.opening
+
+    async def store(self, key: StoreKey) -> Store:
+        """The store of a session that has not been released. Raises if it cannot be opened; the
+        next call tries again."""
+        kept = self._kept[key]
+        if kept.opening is None:
+            self._open(key, kept)
+        assert kept.opening is not None
+        opening = kept.opening
+        try:
+            return await shared(opening)
+        except Exception:
+            if kept.opening is opening:
+                kept.opening = None
+            raise
+
+    def release(self, key: StoreKey) -> None:
+        """A session has gone. The last one closes the store."""
+        kept = self._kept[key]
+        kept.users -= 1
+        if not kept.users:
+            del self._kept[key]
+            task = asyncio.get_running_loop().create_task(_close(kept))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        kept, self._kept = list(self._kept.values()), {}
+        await asyncio.gather(*map(_close, kept), *self._closing, return_exceptions=True)
+
+
+async def _close(kept: _Kept) -> None:
+    if kept.opening is None:
+        return
+    kept.opening.cancel()
+    try:
+        store = await kept.opening
+    except (Exception, asyncio.CancelledError):  # noqa: BLE001 - it was not open
+        return
+    await store.close()
+
+
+class Witness:
+    """Writes to audit logs that a holder has died, as a session of its own."""
+
+    def __init__(self, clock: Clock, session: str) -> None:
+        self._clock = clock
+        self._session = session
+
+    def record(self, event: Event) -> Record:
+        return Record(event, self._clock.now(), self._clock.wall(), self._session, os.getpid())
+
+    async def testify(self, path: str, leases: Sequence[WardedLease]) -> None:
+        """Write that the holder of these leases died. Raises `ConfigError` if that fails."""
+        events = [self.record(LeaseEnded(lease=lease.id, cause="died")) for lease in leases]
+        # On a thread: a disk that hangs must not stop the other sessions.
+        await asyncio.to_thread(partial(_write, path, events))
+
+
+def _write(path: str, events: Sequence[Record]) -> None:
+    audit = AuditLog(path)
+    try:
+        for event in events:
+            audit(event)
+            if not audit.complete:
+                raise ConfigError(f"the audit log {path} cannot be written")
+    finally:
+        audit.close()
+
+
+class LeaseEnder:
+    """Ends the leases of one dead holder."""
+
+    def __init__(self, stores: KeptStores, witness: Witness, clock: Clock) -> None:
+        self._stores = stores
+        self._witness = witness
+        self._now = clock.now
+
+    async def end(self, hello: Hello, leases: Sequence[WardedLease]) -> None:
+        """End these leases. Returns when all have ended or are left to expire."""
+        if not leases:
+            return
+        if hello.audit is not None:
+            try:
+                await self._witness.testify(hello.audit, leases)
+            except ConfigError as error:
+                _left(leases, error)
+                return
+        await asyncio.sleep(hello.settle_s)
+        limit = asyncio.Semaphore(AT_ONCE)
+        await asyncio.gather(*(self._end(hello, lease, limit) for lease in leases))
+
+    async def _end(self, hello: Hello, lease: WardedLease, limit: asyncio.Semaphore) -> None:
+        key, pause_s, refused_s = StoreKey.of(hello), FIRST_PAUSE_S, 0.0
+        died_at = self._now()
+        while True:
+            began = self._now()
+            try:
+                async with limit:
+                    store = await self._stores.store(key)
+                    async with asyncio.timeout(hello.request_timeout_s):
+                        await store.end(lease.warrant)
+            except LeaseGone:
+                return
+            except (StoreUnavailable, TimeoutError) as error:
+                log.debug("%s", log_line(event="warden_retries", lease=lease.id, error=error))
+                if began - died_at > GIVE_UP_S:
+                    _left([lease], error)
+                    return
+            except OutcomeUnknown as error:
+                refused_s += self._now() - began + pause_s
+                if refused_s > ANSWERED_TTLS * lease.ttl_s:
+                    _left([lease], error)
+                    return
+            except Exception as error:  # noqa: BLE001 - trying again does not help
+                _left([lease], error)
+                return
+            else:
+                log.info("%s", log_line(event="lease_ended_by_warden", lease=lease.id))
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _left(leases: Sequence[WardedLease], error: BaseException) -> None:
+    for lease in leases:
+        line = log_line(event="lease_left_to_expire", lease=lease.id, error=error)
+        log.warning("%s", line)

@@ -1,0 +1,98 @@
+"""What the kernel offers a warden: links, pidfds and shared memory of holders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from doyen.warden.wire import Hello, holder_pidfd, pid_of, receive_hello
+
+__all__ = ["KernelConnection"]
+
+
+class KernelConnection:
+    """A holder's link, pidfd and lease table. See `HolderConnection`."""
+
+    def __init__(self, link: socket.socket, pidfd: int, table: int) -> None:
+        self._link = link
+        self._pidfd = pidfd
+        self._table = table
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    def accept(cls, link: socket.socket) -> tuple[Hello, KernelConnection]:
+        """The session that introduces itself over this link. Raises `Refused`, and
+        `BlockingIOError` if it has not yet."""
+        hello, passed, table = receive_hello(link)
+        try:
+            pidfd = holder_pidfd(link, passed)
+        except BaseException:
+            os.close(table)
+            raise
+        return hello, cls(link, pidfd, table)
+
+    def attach(self, on_message: Callable[[], None], on_death: Callable[[], None]) -> None:
+        def died() -> None:
+            self._loop.remove_reader(self._pidfd)
+            on_death()
+
+        self._loop.add_reader(self._link, on_message)
+        self._loop.add_reader(self._pidfd, died)
+
+    def receive(self) -> bytes | None:
+        try:
+            data = self._link.recv(64)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._link)
+        return data
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def read(self, at: int, count: int) -> bytes:
+        try:
+            return os.pread(self._table, count, at)
+        except OSError:
+            return b""
+
+    def kill(self) -> str:
+        pid = pid_of(self._pidfd)
+        if pid is None or pid <= 0:
+            return "it has no process id here"
+        if reason := _must_not_be_killed(pid):
+            return reason
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        return ""
+
+    def detach(self) -> None:
+        self._loop.remove_reader(self._link)
+        self._loop.remove_reader(self._pidfd)
+
+    def close(self) -> None:
+        self._link.close()
+        os.close(self._pidfd)
+        os.close(self._table)
+
+
+def _must_not_be_killed(pid: int) -> str:
+    """Why a process must be left alone; empty if it need not."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            facts = dict(line.split(":", 1) for line in file if ":" in line)
+        if int(facts["TracerPid"]):
+            return "it is being traced"
+        if set(map(int, facts["Uid"].split())) != {os.geteuid()}:
+            return "it has changed its user"
+    except (OSError, KeyError, ValueError) as error:
+        return f"its state cannot be read: {error}"
+    return ""
