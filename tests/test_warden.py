@@ -530,7 +530,7 @@ def test_options_are_checked() -> None:
 
     for wrong in ({"warden": "daemon"}, {"settle_s": -1}, {"frozen_after_s": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            connect("memory://", **wrong)  # type: ignore[arg-type]
+            connect("memory://", **wrong)
     with pytest.raises(ConfigError, match="needs a warden"):
         connect("memory://", frozen_after_s=1, warden="none")
 

@@ -142,28 +142,33 @@ class Warden:
         self._loop.add_reader(link, self._receive_hello, link)
 
     def _receive_hello(self, link: socket.socket) -> None:
-        connection: HolderConnection | None = None
-        reply: Welcome | Refused = Welcome(os.getpid())
         try:
             hello, connection = KernelConnection.accept(link)
-            _require_same_environment(hello)
         except BlockingIOError:
             return
         except (Refused, OSError) as error:
-            log.warning("%s", log_line(event="session_refused", reason=error))
-            reply = Refused(str(error))
+            self._reply(link, Refused(str(error)))
+            link.close()
+            return
+        try:
+            _require_same_environment(hello)
+        except Refused as error:
+            self._reply(link, error)
+            connection.close()
+            return
+        self._reply(link, Welcome(os.getpid()))
+        log.debug("%s", log_line(event="session_registered", session=hello.session))
+        self.watch(hello, connection)
+
+    def _reply(self, link: socket.socket, reply: Welcome | Refused) -> None:
+        if isinstance(reply, Refused):
+            log.warning("%s", log_line(event="session_refused", reason=reply))
         self._loop.remove_reader(link)
         self._greeting.discard(link)
         with contextlib.suppress(OSError):
             link.send(encode_reply(reply), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        if isinstance(reply, Welcome) and connection is not None:
-            log.debug("%s", log_line(event="session_registered", session=hello.session))
-            self.watch(hello, connection)
-        else:
-            link.close()
-            if connection is not None:
-                connection.close()
-        self._check_idle()
+        # Soon, not now: a session that is welcome is not among those that are watched over yet.
+        self._loop.call_soon(self._check_idle)
 
     def _over(self, session: WatchedSession, leases: list[WardedLease] | None) -> None:
         """A session is no longer watched over: its holder has died, or closed it."""
