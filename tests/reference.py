@@ -158,11 +158,15 @@ def options() -> str:
     return table("option", "type", "default", "meaning", rows=rows())
 
 
-def keywords(where: str, name: str) -> str:
-    node = definition(where, name)
-    assert isinstance(node, ast.ClassDef)
-    rows = ((f"`{name}`", f"`{kind}`", text) for name, kind, text in explained(node))
-    return table("option", "type", "meaning", rows=rows)
+def keywords(where: str, *names: str) -> str:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for each in names:
+            node = definition(where, each)
+            assert isinstance(node, ast.ClassDef)
+            for name, kind, text in explained(node):
+                yield f"`{name}`", f"`{kind}`", text
+
+    return table("option", "type", "meaning", rows=rows())
 
 
 def spec() -> str:
@@ -269,7 +273,8 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "session": lambda: stubs(("doyen.session", "Session")),
     "options": options,
-    "session options": lambda: keywords("doyen.session", "ConnectOptions"),
+    "session options": lambda: keywords("doyen.session", "SessionOptions", "ConnectOptions"),
+    "callbacks": lambda: keywords("doyen.candidates", "CallbackOptions"),
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
         ("doyen.model", "Leader"), ("doyen.model", "Candidate"), ("doyen.model", "Line")

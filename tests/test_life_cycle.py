@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,62 @@ async def test_the_health_of_a_session(place: Place) -> None:
     assert (session.health, session.lost) == ("ok", False)
     await session.close()
     assert (session.health, session.lost) == ("closed", True)
+
+
+def test_while_leader_takes_every_option_and_reads_the_store_when_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    @doyen.while_leader(
+        "e",
+        name="a",
+        meta={"port": 80},
+        wait_s=20.0,
+        ttl_s=6.0,
+        stop_budget_s=0.5,
+        renew_every_s=1.0,
+        connect_wait_s=1.0,
+        audit=tmp_path / "audit.jsonl",
+        on_event=seen.append,
+    )
+    def main(term: doyen.Term, more: int) -> tuple[str, float, int]:
+        return term.name, term.stop_budget_s, more
+
+    monkeypatch.setenv("DOYEN_STORE", f"sqlite://{tmp_path}/one.db")
+    assert main(7) == ("a", 0.5, 7)
+    assert (tmp_path / "one.db").exists()
+    assert (tmp_path / "audit.jsonl").exists()
+    monkeypatch.setenv("DOYEN_STORE", f"sqlite://{tmp_path}/two.db")
+    main(8)
+    assert (tmp_path / "two.db").exists()
+    assert {type(record.event).__name__ for record in seen} >= {"Elected", "Resigned"}
+    monkeypatch.setenv("DOYEN_REQUIRE_STORE", "1")
+    for name in ("DOYEN_STORE", "DATABASE_URL", "ETCDCTL_ENDPOINTS", "ZK_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="DOYEN_REQUIRE_STORE"):
+        main(9)
+
+
+def test_while_leader_of_a_coroutine_function(tmp_path: Path) -> None:
+    named: list[str] = []
+
+    def url() -> str:
+        named.append(f"sqlite://{tmp_path}/{len(named)}.db")
+        return named[-1]
+
+    @doyen.while_leader("e", store=url, name="a", ttl_s=6.0)
+    async def main(term: doyen.Term) -> str:
+        return term.name
+
+    assert asyncio.run(main()) == asyncio.run(main()) == "a"
+    assert (tmp_path / "1.db").exists()
+
+
+def test_while_leader_refuses_what_is_wrong_when_it_decorates() -> None:
+    wrong: Any = {"priorty": 1}
+    with pytest.raises(TypeError, match=r"no option 'priorty' \(did you mean priority\?\)"):
+        doyen.while_leader("e", **wrong)
+    wrong = {"recipe": "queue"}
+    with pytest.raises(ConfigError, match="recipe is"):
+        doyen.while_leader("e", **wrong)

@@ -63,7 +63,9 @@ asyncio.run(main())
 STUCK_LOOP = ASYNCIO.replace("await asyncio.sleep", "time.sleep")
 CALLBACKS = """
 session = doyen.connect_blocking(STORE, **OPTIONS).open()
-candidate = session.candidate("e", on_elected=lambda term: say("leading")).open()
+candidate = session.candidate(
+    "e", on_elected=lambda term: say("leading"), on_lost=lambda term: say("ended")
+).open()
 time.sleep(60)
 """
 
@@ -102,6 +104,7 @@ def events(audit: Path) -> list[str]:
         pytest.param(ASYNCIO, "resigned", id="asyncio"),
         pytest.param(STUCK_LOOP, "resigned", id="stuck loop"),
         pytest.param(THREADS, "lost", id="threads"),
+        pytest.param(CALLBACKS, "lost", id="callbacks"),
     ],
 )
 def test_sigterm_releases_and_then_ends_the_process(

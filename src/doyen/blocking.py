@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
+from doyen.candidates import Callbacks, CandidateOptions, CandidateThread
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
@@ -59,9 +60,11 @@ from doyen.session import (
     OBSERVED,
     ConnectOptions,
     Observing,
+    SessionOptions,
     connect,
     settings_of,
 )
+from doyen.stores.port import did_you_mean
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
@@ -176,6 +179,18 @@ class BlockingSession:
             yield campaign
             if pause_s := rounds.pause_s(campaign):
                 time.sleep(pause_s)
+
+    def candidate(self, election: str, **options: Unpack[CandidateOptions]) -> CandidateThread:
+        """Campaign on a thread, again after each loss, and report by callbacks, which are called on
+        that thread; see `Session.candidate`.
+
+            candidate = session.candidate("billing", on_elected=start, on_lost=stop).open()
+            ...
+            candidate.close()
+        """
+        callbacks, rest = Callbacks.taken_from(election, options)
+        campaigns = functools.partial(self.campaigns, election, **rest)
+        return CandidateThread(callbacks, self._opened, campaigns)
 
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingLock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
@@ -464,8 +479,19 @@ def connect_blocking(url: str | None = None, **options: Unpack[ConnectOptions]) 
     return BlockingSession(settings_of(url, options))
 
 
+class WhileLeaderOptions(SessionOptions, CampaignOptions, total=False):
+    """The options of `while_leader`: those of the session and those of its campaigns."""
+
+    connect_wait_s: float
+    """How long to wait for a store that cannot be reached at first. Default 0: one try. (`wait_s`
+    is how long to wait to be elected.)"""
+
+
 def while_leader(
-    election: str, *, store: str, ttl_s: float | None = None, **options: Unpack[CampaignOptions]
+    election: str,
+    *,
+    store: str | Callable[[], str] | None = None,
+    **options: Unpack[WhileLeaderOptions],
 ) -> Callable[[Callable[Concatenate[Term, P], T]], Callable[P, T]]:
     """Run a function, with or without asyncio, only as leader; again after each loss.
 
@@ -479,20 +505,27 @@ def while_leader(
     The function's first argument is its term, so wrap a method once it is bound. A generator is
     refused, because its body would run after the term. Calling the function waits for election. If
     the term is lost, the function is run again in the next one; once it returns with its term still
-    valid, the leader resigns and the result is returned. An error of its own is raised. Further
-    options are those of `campaign`.
+    valid, the leader resigns and the result is returned. An error of its own is raised.
+
+    `store` is a URL, or a function that returns one when the decorated function is called; without
+    it, the environment names the store, as for `connect`. Options are those of `connect` and of
+    `campaign`; since `wait_s` is that of the campaign, that of `connect` is `connect_wait_s`.
     """
+    of_session, of_campaign = _divided(election, options)
+
+    def url() -> str | None:
+        return store() if callable(store) else store
 
     def decorate(function: Callable[Concatenate[Term, P], T]) -> Callable[P, T]:
         _refuse_unfit(function)
         if inspect.iscoroutinefunction(function):
-            run_async = _async_while_leader(function, election, store, ttl_s, options)
+            run_async = _async_while_leader(function, election, url, of_session, of_campaign)
             return cast("Callable[P, T]", run_async)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with connect_blocking(store, ttl_s=ttl_s) as session:
-                for campaign in session.campaigns(election, **options):
+            with connect_blocking(url(), **of_session) as session:
+                for campaign in session.campaigns(election, **of_campaign):
                     result: T | None = None
                     with campaign as term:
                         result = function(term, *args, **kwargs)
@@ -504,6 +537,22 @@ def while_leader(
         return run
 
     return decorate
+
+
+def _divided(election: str, options: WhileLeaderOptions) -> tuple[ConnectOptions, CampaignOptions]:
+    """The options of the session and those of the campaign, checked."""
+    known = WhileLeaderOptions.__optional_keys__
+    of_session: dict[str, Any] = {}
+    of_campaign: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"while_leader has no option {name!r}{did_you_mean(name, known)}")
+        if name in CampaignOptions.__optional_keys__:
+            of_campaign[name] = value
+        else:
+            of_session["wait_s" if name == "connect_wait_s" else name] = value
+    CampaignSettings(election=election, **of_campaign)
+    return cast("ConnectOptions", of_session), cast("CampaignOptions", of_campaign)
 
 
 def _refuse_unfit(function: Callable[..., Any]) -> None:
@@ -536,14 +585,14 @@ def _refuse_unfinished(result: object) -> None:
 def _async_while_leader(
     function: Callable[..., Awaitable[T]],
     election: str,
-    store: str,
-    ttl_s: float | None,
-    options: CampaignOptions,
+    url: Callable[[], str | None],
+    of_session: ConnectOptions,
+    of_campaign: CampaignOptions,
 ) -> Callable[..., Coroutine[Any, Any, T]]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> T:
-        async with connect(store, ttl_s=ttl_s) as session:
-            async for campaign in session.campaigns(election, **options):
+        async with connect(url(), **of_session) as session:
+            async for campaign in session.campaigns(election, **of_campaign):
                 result: T | None = None
                 async with campaign as term:
                     result = await function(term, *args, **kwargs)

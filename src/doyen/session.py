@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
+from doyen.candidates import Callbacks, CandidateOptions, CandidateTask
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, WardenForm
 from doyen.election.orders import order_resign, order_transfer
@@ -195,6 +196,24 @@ class Session:
             yield campaign
             if pause_s := rounds.pause_s(campaign):
                 await asyncio.sleep(pause_s)
+
+    def candidate(self, election: str, **options: Unpack[CandidateOptions]) -> CandidateTask:
+        """Campaign in the background, again after each loss, and report by callbacks.
+
+            async with session.candidate("billing", on_elected=start, on_lost=stop) as candidate:
+                ...
+                if candidate.leads:
+                    ...
+
+        For code that has no scope of its own: `open` and `close` instead of `async with`. Options:
+        `on_elected`, `on_lost`, `on_new_leader`, explained at `doyen.candidates.CallbackOptions`,
+        and those of `campaign`.
+        """
+        callbacks, rest = Callbacks.taken_from(election, options)
+        self._opened.check_open()
+        return CandidateTask(
+            callbacks, partial(self.campaigns, election, **rest), partial(self.observe, election)
+        )
 
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> Lock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign.
@@ -544,8 +563,8 @@ class Publishing:
             await self._runtime.finish(self._publisher.stop())
 
 
-class ConnectOptions(TypedDict, total=False):
-    """The options of a session."""
+class SessionOptions(TypedDict, total=False):
+    """The options of a session, except how long to wait for its store."""
 
     ttl_s: float | None
     """How long the store waits for a silent leader. Default: 5 s, or more if the store needs it."""
@@ -557,8 +576,6 @@ class ConnectOptions(TypedDict, total=False):
     """The time between renewals. Default: ttl / 3."""
     request_timeout_s: float | None
     """When a call to the store without a response is given up. Default: ttl / 6, and no more."""
-    wait_s: float
-    """How long to wait for a store that cannot be reached at first. Default 0: one try."""
     create: bool
     """Whether to create the store if it does not exist. False is for programs that only look."""
     release_at_exit: bool
@@ -576,6 +593,13 @@ class ConnectOptions(TypedDict, total=False):
     warden that was found by default."""
     frozen_after_s: float | None
     """Have the warden kill this process if it holds a term and does not respond for this long."""
+
+
+class ConnectOptions(SessionOptions, total=False):
+    """The options of a session."""
+
+    wait_s: float
+    """How long to wait for a store that cannot be reached at first. Default 0: one try."""
 
 
 def settings_of(url: str | None, options: ConnectOptions) -> SessionSettings:
