@@ -273,7 +273,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "session": lambda: stubs(("doyen.session", "Session")),
     "options": options,
-    "session options": lambda: keywords("doyen.session", "SessionOptions", "ConnectOptions"),
+    "sessions": lambda: keywords("doyen.session", "SessionOptions", "ConnectOptions"),
     "callbacks": lambda: keywords("doyen.candidates", "CallbackOptions"),
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
