@@ -23,6 +23,7 @@ from bench.lab import lab
 from bench.loss import loss
 from bench.manage import config, members, partitioners, shards
 from bench.outages import outages
+from bench.page import page
 from bench.quorum import upkeep, writes
 from bench.scale import herd, many
 from bench.soak import soak
@@ -49,10 +50,11 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "config": config,
     "shards": shards,
     "partitioners": partitioners,
+    "page": page,
 }
 LONG = (
     *("engines", "writes", "outages", "upkeep", "soak"),
-    *("members", "config", "shards", "partitioners"),
+    *("members", "config", "shards", "partitioners", "page"),
 )
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -72,6 +74,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},
     "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
+    "page": {"elections": 20, "loads": 1, "changes": 3, "pages": 2},
     "members": {
         "processes": 1,
         "sessions": 4,

@@ -29,6 +29,7 @@ FIGURES = {
     "members": 2,
     "config": 1,
     "shards": 5,
+    "page": 3,
 }
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, CDPSession, Page, expect
 
 import doyen
 import servers
+import web_scene
 from browser import browser, opened, picture
 from doyen.cli import main
 from doyen.lease.clock import SystemClock
@@ -36,10 +37,12 @@ TTL_S = 60.0
 
 
 @contextmanager
-def dash(url: str, *, allow_actions: bool = False) -> Iterator[PageListener]:
+def dash(
+    url: str, *, allow_actions: bool = False, audit: Sequence[Path] = ()
+) -> Iterator[PageListener]:
     """The page of a store, served by a thread of this process."""
     listener = listen("127.0.0.1:0", allow_actions=allow_actions)
-    thread = PageThread(lambda: StoreObservation(url), listener)
+    thread = PageThread(lambda: StoreObservation(url, audit=audit), listener)
     thread.start()
     try:
         yield listener
@@ -262,6 +265,55 @@ def metrics(session: CDPSession) -> dict[str, float]:
 def depose(server: MemoryServer, names: list[str]) -> None:
     for name in names:
         server.delete(leader_key(name))
+
+
+def test_groups_shards_and_configurations(tmp_path: Path, browser: Browser) -> None:
+    with (
+        web_scene.scene(tmp_path) as log,
+        dash(web_scene.URL, allow_actions=True, audit=[log]) as listener,
+        opened(browser, listener.url, viewport={"width": 1440, "height": 960}) as page,
+    ):
+        expect(page.locator("#list .row:not([hidden])")).to_have_count(10)
+        expect(page.locator("#groups .mem")).to_have_count(6)
+        expect(page.locator("#shards-sub")).to_contain_text("48 shards")
+        expect(page.locator("#shards-state")).to_have_text("at rest")
+        expect(page.locator("#owners .n")).to_have_text(["16", "16", "16"])
+        expect(row(page, "billing").locator(".lane .t")).not_to_have_count(1)
+        row(page, "billing").click()
+        expect(page.locator("#detail h2")).to_have_text("billing")
+        expect(page.locator("#detail .spark")).to_be_visible()
+        gaps = page.locator(".lane .g")
+        gaps.nth(2).hover()
+        expect(page.locator("#tip")).to_contain_text("Nobody led for")
+        picture(page, "page")
+        page.mouse.move(5, 5)
+
+        # Move a shard: choose it on the map, and confirm.
+        page.locator("#map").click(position={"x": 5, "y": 5})
+        dialog = page.locator("dialog")
+        expect(dialog).to_contain_text("Move a shard of orders?")
+        target = dialog.locator("select").input_value()
+        dialog.get_by_text("Move it").click()
+        expect(page.locator("#toasts")).to_contain_text(f"{target} owns shard 0 of orders")
+        # Drain a member.
+        page.locator(".owner", has_text="worker-2").get_by_text("Drain…").click()
+        expect(dialog).to_contain_text("gets the weight 0")
+        dialog.get_by_text("Drain worker-2", exact=True).click()
+        expect(page.locator("#toasts")).to_contain_text("worker-2 owns no shard of orders any more")
+        expect(page.locator(".owner", has_text="worker-2").locator(".n")).to_have_text("0")
+        expect(page.locator(".owner", has_text="worker-2")).to_contain_text("drained")
+
+        # A configuration: its history, and what changed.
+        expect(page.locator("#configs tbody tr")).to_contain_text("2 of 2")
+        page.locator("#configs").get_by_text("billing").click()
+        expect(dialog.locator(".history button")).to_have_count(3)
+        expect(dialog.locator(".diff .minus")).to_have_text('-   "batch": 100,')
+        expect(dialog.locator(".diff .plus")).to_have_text('+   "batch": 250,')
+        picture(page, "configuration")
+        dialog.locator(".history button").nth(1).click()
+        expect(dialog).to_contain_text("Version 2, compared with version 1.")
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
 
 
 def test_a_foreign_page_can_neither_read_nor_act(browser: Browser) -> None:

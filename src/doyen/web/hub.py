@@ -26,7 +26,7 @@ from doyen.election.core import SessionCore
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import LeaseEnded, Record
 from doyen.events.log_lines import log_line
-from doyen.model import Claim, Entry, Kind, Order, leader_key
+from doyen.model import Claim, Entry, Kind, Order, Version, leader_key
 from doyen.stores.port import Watch
 from doyen.web.board import Board
 from doyen.web.terms import ElectionRow, LeaseSight, clipped
@@ -65,6 +65,8 @@ class WatchedScope:
     rows: dict[str, None] = field(default_factory=dict)
     read_from: float = -1.0
     """When the newest read that was taken in had begun."""
+    had: tuple[tuple[str, Version], ...] = ()
+    """The entries that it had then, and their versions."""
     queued: bool = False
     reading: bool = False
     again: bool = False
@@ -316,6 +318,10 @@ class Hub:
             return
         first = scope.read_from < 0
         scope.read_from = began
+        has = tuple((entry.key, entry.version) for entry in entries)
+        if has == scope.had and not first:
+            return
+        scope.had = has
         board, now = self.board, self.board.wall()
         looks = _looks(scope, entries)
         held = {entry.lease for entry in entries if entry.lease is not None}

@@ -95,6 +95,8 @@ class HeardMember:
     heard: float | None = None
     """When it renewed last, on the wall clock; None if the store does not tell."""
     beats: deque[str] = field(default_factory=lambda: deque(maxlen=BEATS))
+    silent_s: float = 0.0
+    """The longest silence that was seen since the last renewal."""
     gone_at: float | None = None
 
     def look(self, entry: Entry, now: float) -> None:
@@ -105,8 +107,11 @@ class HeardMember:
         if self.heard is None:
             self.heard = heard
         elif heard - self.heard > 0.1 * ttl_s:
-            self.beats.append("l" if heard - self.heard > SUSPECT_AFTER * ttl_s else "o")
-            self.heard = heard
+            # Renewals between two looks are not seen, so the distance of two that were seen says
+            # nothing about silence.
+            self.beats.append("l" if self.silent_s > SUSPECT_AFTER * ttl_s else "o")
+            self.heard, self.silent_s = heard, 0.0
+        self.silent_s = max(self.silent_s, now - self.heard)
 
     def as_dict(self) -> dict[str, Any]:
         value = self.value

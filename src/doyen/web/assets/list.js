@@ -1,17 +1,17 @@
 // The list of elections: as many rows in the document as fit, whatever the number of elections.
 
-import { CAUSES, FAILED, Tip, describe, drawAxis, drawLane } from './timeline.js';
+import { FAILED, TAGS, Tip, describe, drawAxis, drawLane } from './timeline.js';
 import { $, el, hue, name, span, thousands } from './text.js';
 import { isLive, known, now, post, state } from './state.js';
 
 const scroll = $('scroll'), pad = $('pad'), pool = [];
 export const tip = new Tip($('tip'));
-export const view = { minutes: 15, selected: null, order: [], filter: '', sort: 'name', termAt: null };
+export const view = { minutes: 15, chosen: false, selected: null, order: [], filter: '', sort: 'name', termAt: null };
 const RANGES = [5, 15, 60, 360, 1440];
 const NOTCH = 1 / 6 + .005;   // of the ttl: where a leader stops itself, with the default options
 
 // Measured when the window changes, and not while drawing: reading sizes after writing costs a layout.
-const size = { row: 27, height: 0, lane: 300 };
+const size = { row: 27, height: 0, lane: 300, most: 6 };
 function measure() {
   size.row = parseFloat(getComputedStyle(document.documentElement).getPropertyValue('--row'));
   size.height = scroll.clientHeight;
@@ -100,6 +100,9 @@ export function layout(only) {
   if (!size.height) measure();
   const h = size.row, first = Math.floor(scroll.scrollTop / h);
   const need = Math.min(view.order.length, Math.ceil(size.height / h) + 1);
+  const shownRows = Math.max(6, Math.min(20, view.filter ? size.most : view.order.length));
+  if (shownRows > size.most || !view.filter) size.most = shownRows;
+  if (scroll.dataset.rows !== String(shownRows)) { scroll.dataset.rows = shownRows; scroll.style.setProperty('--shown', shownRows); }
   const height = `${view.order.length * h}px`;
   if (pad.style.height !== height) pad.style.height = height;
   while (pool.length < need) pool.push(makeRow());
@@ -150,7 +153,7 @@ function fill(d) {
   p.ln.classList.toggle('amber', !row.line && row.kind === 'elections' && how === 'led');
   p.ln.title = !row.line && how === 'led' && row.kind === 'elections' ? 'nobody waits: if the leader fails, nobody takes over' : row.next.join(', ');
   const gone = how === 'lost' && last;
-  p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))} ago, ${CAUSES[last[4]]}` : 'none seen';
+  p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))} ago, ${TAGS[last[4]]}` : 'none seen';
   d.setAttribute('aria-label', `${row.name}, ${row.kind.slice(0, -1)}: ${who}, token ${row.token ?? 'none'}, ${row.line} in line`);
   drawLane(p.lane, row.terms, frame(), size.lane);
   lease(d);
@@ -194,8 +197,17 @@ export function step(by) {
 }
 export const pageOfRows = () => Math.max(1, Math.floor(size.height / size.row) - 1);
 
-export function setRange(minutes) {
+// Until a range is chosen, the shortest that has everything that was seen, within an hour.
+export function fitRange() {
+  if (view.chosen) return;
+  let first = now();
+  for (const row of state.rows.values()) if (row.terms.length && row.terms[0][2] < first) first = row.terms[0][2];
+  const fits = RANGES.find(m => m * 60 >= now() - first) ?? 60;
+  if (Math.min(60, fits) !== view.minutes) setRange(Math.min(60, fits), true);
+}
+export function setRange(minutes, fitted) {
   if (!minutes) return;
+  if (!fitted) view.chosen = true;
   view.minutes = minutes;
   for (const b of $('range').children) b.setAttribute('aria-pressed', +b.dataset.m === minutes);
   lanes();

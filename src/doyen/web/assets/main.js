@@ -71,7 +71,7 @@ function summary() {
 
 // ---- when what is drawn ----------------------------------------------------------------------
 onChange(() => {
-  if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.layout(); list.lanes(); detail(); summary(); }
+  if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.fitRange(); list.layout(); list.lanes(); detail(); summary(); }
   else if (state.changed.size) {
     if (list.view.sort !== 'name') list.reorder();
     list.layout(state.changed);
@@ -94,7 +94,7 @@ function tick() {
   ticking();
   if (calm.matches || n % 10 === 0) {
     headline();
-    if (!isOpen()) { list.lanes(); summary(); if (n % 20 === 0 || was !== isLive()) detail(); }
+    if (!isOpen()) { if (n % 50 === 0) list.fitRange(); list.lanes(); summary(); if (n % 20 === 0 || was !== isLive()) detail(); }
     was = isLive();
   }
 }

@@ -160,7 +160,7 @@ $('map').addEventListener('pointerleave', () => tip.hide());
 $('map').addEventListener('click', event => { const n = cellAt(event); if (n >= 0 && state.hello?.may_act && !whyNot()) moveShard(n); });
 $('shard-sets').onchange = event => { chosen = +event.target.value; drawSet(); };
 $('move-shard').onclick = () => moveShard(0);
-addEventListener('resize', () => { if (sets.length) drawMap(); });
+new ResizeObserver(() => { if (sets.length) drawMap(); }).observe($('owners'));
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { if (sets.length) drawMap(); });
 
 function moveShard(n) {

@@ -6,6 +6,10 @@
 import { clock, day, el, hue, span } from './text.js';
 
 export const FAILED = new Set(['expired', 'died', 'lost', 'violation']);
+export const TAGS = {   // the same in a word
+  expired: 'lease', died: 'died', lost: 'lost', resigned: 'resigned', transferred: 'handed over',
+  'let go': 'let go', ended: 'ended', violation: 'violation',
+};
 export const CAUSES = {
   expired: 'lease ran out', died: 'process died', lost: 'lost', resigned: 'resigned',
   transferred: 'handed over', 'let go': 'let go', ended: 'ended', violation: 'violation',
@@ -24,6 +28,9 @@ export function drawLane(lane, terms, view, width, marks = []) {
       const left = Math.max(0, x(since)), right = Math.min(width, x(end));
       const bar = el('div', until == null ? 't cur' : 't');
       if (!exact && since > view.from) bar.classList.add('before');
+      // Two at a time are a violation: both are seen.
+      if (overlap(terms[k - 1], term)) bar.classList.add('lower');
+      else if (overlap(term, terms[k + 1])) bar.classList.add('upper');
       place(bar, left, Math.max(1.5, right - left));
       bar.style.background = hue(who);
       if (right - left > LABEL) { bar.textContent = who; bar.dir = 'auto'; }
@@ -45,7 +52,8 @@ export function drawLane(lane, terms, view, width, marks = []) {
   marks.forEach((mark, k) => {
     if (mark.to < view.from || mark.from > view.to) return;
     const node = el('div', 'v');
-    place(node, Math.max(0, x(mark.from) - 1), Math.max(4, x(mark.to) - x(mark.from)));
+    const left = Math.max(0, x(mark.from) - 1);
+    place(node, left, Math.max(4, Math.min(width, x(mark.to)) - left));
     node.dataset.v = k;
     parts.push(node);
   });
@@ -57,21 +65,23 @@ export function drawLane(lane, terms, view, width, marks = []) {
   lane.replaceChildren(...parts);
 }
 
+const overlap = (a, b) => a != null && b != null && a[3] != null && b[2] < a[3] - 1e-4;
+
 function place(node, left, width) {
   node.style.left = `${left.toFixed(1)}px`;
   node.style.width = `${width.toFixed(1)}px`;
 }
 
-const STEPS = [0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900, 1800, 3600, 5400, 10800, 21600, 43200, 86400, 604800];
+const STEPS = [0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900, 1800, 3600, 5400, 10800, 21600, 43200, 86400, 604800];
 export function drawAxis(axis, view, width, end = 'now') {
   const length = view.to - view.from, room = Math.max(2, Math.floor(width / 90));
   const step = STEPS.find(s => length / s <= room) ?? 604800;
   const parts = [];
   for (let t = Math.ceil(view.from / step) * step; t < view.to; t += step) {
     const f = (t - view.from) / length;
-    if (f < .05 || (1 - f) * width < (end === 'now' ? 58 : 100)) continue;
-    const digits = step < .01 ? 3 : step < .1 ? 2 : step < 1 ? 1 : 0;
-    const text = step >= 86400 ? day(t) : step >= 60 ? clock(t).slice(0, 5) : clock(t, digits);
+    if (f < .05 || (1 - f) * width < (end === 'now' ? 58 : 140)) continue;
+    const digits = step < .009 ? 3 : step < .09 ? 2 : step < 1 ? 1 : 0;
+    const text = step >= 86400 ? day(t) : step >= 60 ? clock(t).slice(0, 5) : clock(t + 5e-4, digits);
     const tick = el('i', '', text);
     tick.style.left = `${(f * 100).toFixed(2)}%`;
     parts.push(tick);
