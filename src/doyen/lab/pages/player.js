@@ -327,7 +327,7 @@ function violations(c) {
    messages that are under way, moved to its place, and a pale cover over what has not happened yet. */
 function top() {
   const c = tctx, x = X(at), away = x < -2 || x > W + 2, veil = clamp(x, 0, W); $('veil').style.transform = `translateX(${veil}px)`; $('cursor').hidden = away; if (away) return;
-  $('cursor').style.transform = `translateX(${Math.round(x)}px)`; c.clearRect(0, 0, DOTS, H);
+  $('cursor').style.transform = `translateX(${Math.round(x)}px)`; $('cursor').classList.toggle('bad', scene.bad != null && Math.abs(at - scene.bad) < 1); c.clearRect(0, 0, DOTS, H);
   const [i0, i1] = scene.range(at, at), u = fold.on(at);
   for (let i = Math.max(i0, i1 - 400); i < i1; i++) {
     const kind = scene.kinds[scene.kind[i]]; if (scene.arrives[i] < at || !shownKind(kind)) continue;
