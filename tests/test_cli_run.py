@@ -229,7 +229,7 @@ def test_asked_to_end_while_waiting(bench: Bench, signum: signal.Signals) -> Non
     stay = bench.stay()
     bench.lead(stay.command)
     until(lambda: stay.begun, "the first leads")
-    waiting = bench.lead(["touch", str(bench.directory / "ran")], "--verbose")
+    waiting = bench.lead(["touch", str(bench.directory / "ran")])
     assert waiting.stderr is not None
     assert "doyen: store " in waiting.stderr.readline()
     assert "waiting to lead" in waiting.stderr.readline()

@@ -48,8 +48,8 @@ and remains leader until then; the second kills it. SIGHUP, SIGQUIT, SIGUSR1, SI
 are always forwarded. A leader cannot be suspended: Ctrl-Z has no effect. The command has no
 controlling terminal.
 
-Standard output belongs to the command. doyen writes to standard error; with --json, one JSON object
-for each event.
+Standard output belongs to the command. doyen writes to standard error: which store it uses, whom it
+waits for, and warnings; with --json, one JSON object for each event.
 
 exit codes:
   the command's own, or 128 + the number of the signal that ended it
@@ -90,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--once", "end after a loss instead of campaigning again")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
-    add_option(parser, "--verbose", "also report waiting, election and resignation")
+    add_option(parser, "--verbose", "also report elections and resignations")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -231,7 +231,10 @@ class _StderrReporter(logging.Handler):
     """
 
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
-        super().__init__(logging.DEBUG if verbose else logging.WARNING)
+        super().__init__(logging.DEBUG)
+        self._least = logging.DEBUG if verbose else logging.WARNING
+        self._waits = False
+        """It was said that the candidate waits."""
         self._as_json = as_json
         self._loop = asyncio.get_running_loop()
         self._logger = logging.getLogger("doyen")
@@ -254,13 +257,27 @@ class _StderrReporter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         event: Record | None = getattr(record, "doyen", None)
-        if event is None and record.levelno < logging.WARNING:
+        if not self._is_shown(record.levelno, event):
             return
         if self._as_json:
             fields = event.fields() if event else {"event": "message", "text": _sentence(record)}
             self._loop.call_soon_threadsafe(_print, json.dumps(fields))
         elif text := _as_text(event) if event else _sentence(record):
             self._loop.call_soon_threadsafe(_print, f"doyen: {text}")
+
+
+    def _is_shown(self, level: int, record: Record | None) -> bool:
+        """Warnings, what the candidate waits for, and that it waits no longer; with `verbose` every
+        event."""
+        if record is None:
+            return level >= logging.WARNING
+        if isinstance(record.event, Waiting):
+            self._waits = True
+            return True
+        if isinstance(record.event, Elected) and self._waits:
+            self._waits = False
+            return True
+        return level >= self._least
 
 
 _SENTENCES = {
