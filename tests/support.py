@@ -217,4 +217,5 @@ def known(seen: T | Unreachable[Any] | Reachable) -> T:
 
 async def gather_leaders(session: Session, seen: list[str | None]) -> None:
     async for leader in session.observe("e"):
-        seen += [leader.name if leader else None]
+        if not isinstance(leader, Unreachable):
+            seen += [leader.name if leader else None]

@@ -50,6 +50,7 @@ PUBLIC = [
     "NotElected",
     "OrderFailed",
     "OutcomeUnknown",
+    "PastTerm",
     "Published",
     "Reachable",
     "Regressed",

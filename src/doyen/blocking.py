@@ -23,7 +23,13 @@ from doyen.candidates import Callbacks, CandidateOptions, CandidateThread
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
-from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
+from doyen.election.queries import (
+    observe_leader,
+    observe_line,
+    read_history,
+    read_leader,
+    read_line,
+)
 from doyen.errors import ConfigError, SessionClosed
 from doyen.lease.runtime import ThreadRuntime
 from doyen.lifetime import track, untrack
@@ -50,6 +56,7 @@ from doyen.model import (
     Member,
     MemberChange,
     Meta,
+    PastTerm,
     Published,
     Reachable,
     SessionHealth,
@@ -217,6 +224,10 @@ class BlockingSession:
     def line(self, election: str, *, kind: Kind = "elections") -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
         return [*self._run(read_line, election, kind).candidates]
+
+    def history(self, election: str) -> list[PastTerm]:
+        """The last terms of an election, the newest first; see `Session.history`."""
+        return self._run(read_history, election)
 
     def resign(
         self,

@@ -24,6 +24,7 @@ promises hold.
     semaphores/<name>/size                   how many slots it has
     barriers/<name>/line/<ticket>            who has arrived at a barrier
     barriers/<name>/state                    who has passed it
+    trails/<name>                            the last terms of an election
 
 Imports the errors only.
 """
@@ -53,6 +54,7 @@ __all__ = [
     "MemberState",
     "Meta",
     "Order",
+    "PastTerm",
     "Published",
     "Reachable",
     "Unreachable",
@@ -73,6 +75,7 @@ __all__ = [
     "shards_key",
     "size_key",
     "slots_key",
+    "trail_key",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
@@ -161,6 +164,28 @@ class Line:
 
     leader: Leader | None
     candidates: tuple[Candidate, ...] = ()
+
+
+TermEnd = Literal["", "resigned", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class PastTerm:
+    """A term of an election, as its leader recorded it in the store."""
+
+    name: str
+    """Of the leader."""
+    token: int
+    since: float
+    """When it began, on the wall clock of the leader, in seconds since 1970."""
+    until: float | None = None
+    """When it ended. None if it has not ended, or its leader could not record that."""
+    end: TermEnd = ""
+    """How it ended; empty if that is not recorded."""
+    reason: str = ""
+    """Why it was lost."""
+    leads: bool = False
+    """The leader record shows that it has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +472,12 @@ def size_key(semaphore: str) -> str:
 def barrier_key(barrier: str) -> str:
     """The prefix of a barrier's tickets and of its state."""
     return f"barriers/{key_segment(barrier, 'a barrier')}"
+
+
+def trail_key(election: str) -> str:
+    """The entry with the last terms of an election. It has a prefix of its own, so that a list of
+    all elections does not contain all their trails."""
+    return f"trails/{key_segment(election)}"
 
 
 def order_key(name: str, kind: Kind = "elections") -> str:

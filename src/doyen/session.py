@@ -19,7 +19,13 @@ from doyen.candidates import Callbacks, CandidateOptions, CandidateTask
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, WardenForm
 from doyen.election.orders import order_resign, order_transfer
-from doyen.election.queries import observe_leader, observe_line, read_leader, read_line
+from doyen.election.queries import (
+    observe_leader,
+    observe_line,
+    read_history,
+    read_leader,
+    read_line,
+)
 from doyen.errors import SessionClosed
 from doyen.events import Sink
 from doyen.lease.runtime import Runtime, ThreadRuntime
@@ -46,6 +52,7 @@ from doyen.model import (
     Line,
     Member,
     MemberChange,
+    PastTerm,
     Published,
     Reachable,
     SessionHealth,
@@ -284,6 +291,17 @@ class Session:
     async def line(self, election: str, *, kind: Kind = "elections") -> list[Candidate]:
         """The candidates in line, in order, the leader marked."""
         return [*(await self._run(read_line, election, kind)).candidates]
+
+    async def history(self, election: str) -> list[PastTerm]:
+        """The last terms of an election, the newest first: who led, since when, until when, and
+        how the term ended, as far as its leader could record that.
+
+            for term in await session.history("billing"):
+                print(term.name, term.since, term.end or ("leads" if term.leads else "unknown"))
+
+        Leaders record their terms in the background, the last 50 of an election.
+        """
+        return await self._run(read_history, election)
 
     async def _run(
         self,

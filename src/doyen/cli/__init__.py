@@ -39,6 +39,7 @@ COMMANDS = {
     "leader": "show the leader of an election",
     "watch": "show every change of leader of an election",
     "line": "show the leader and the waiting candidates of an election, in order",
+    "history": "show the past terms of an election, from the store or from audit logs",
     "members": "show the members of a group, and every change",
     "dash": "serve a live page of a store: elections, members, shards, nodes",
     "resign": "order the leader of an election to resign",

@@ -265,7 +265,6 @@ class _StderrReporter(logging.Handler):
         elif text := _as_text(event) if event else _sentence(record):
             self._loop.call_soon_threadsafe(_print, f"doyen: {text}")
 
-
     def _is_shown(self, level: int, record: Record | None) -> bool:
         """Warnings, what the candidate waits for, and that it waits no longer; with `verbose` every
         event."""

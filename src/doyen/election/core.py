@@ -3,6 +3,7 @@
 calls       store calls with a deadline (`doyen.lease.keeper`)
 leases      the session's leases (`doyen.lease.keeper`)
 deletions   deleting records and tickets so that they stay deleted
+trail       the terms of this session, recorded for others to read
 tasks       background tasks, cancelled when the session is closed
 admission   how many candidates join or leave a line at a time
 """
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from doyen._waiting import BackgroundTasks, shared
 from doyen.election.options import SessionSettings
+from doyen.election.trail import TrailKeeper
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
 from doyen.events import Event
 from doyen.events.log_lines import log_line
@@ -209,6 +211,7 @@ class SessionCore:
             self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
         )
         self.deletions = Deletions(self.calls, self.leases, self.tasks)
+        self.trail = TrailKeeper(self.calls, self.tasks)
         self.admission = asyncio.Semaphore(ENTERING)
         self._attempts = itertools.count(1)
         # A dict keeps the order of creation, a set would not: one seed must give one run.
@@ -315,6 +318,7 @@ class SessionCore:
                 caller.cancel()
             await asyncio.wait(list(self._callers))
         await self.leases.close()
+        await self.trail.flush()
         await self.tasks.cancel()
         await self.store.close()
         await self.telemetry.close()

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Resigned
 from doyen.events.log_lines import log_line
 from doyen.lease.runtime import ThreadRuntime
-from doyen.model import Entry, Meta
+from doyen.model import Entry, Meta, PastTerm, TermEnd
 from doyen.term import Term, TermState
 
 __all__ = ["Leading"]
@@ -80,6 +81,8 @@ class Leading:
         keepalive.progress()
         core.leases.body_begins(keepalive)
         self._emit(Elected, valid_until=keepalive.valid_until)
+        self._past = PastTerm(settings.name, record.revision, core.runtime.clock.wall())
+        self._record(self._past)
         self.term.on_end(self._term_ended)
         keepalive.on_loss(self, self.term._lose)
         if settings.member is not None:
@@ -100,6 +103,19 @@ class Leading:
             event(**identity, token=token, lease=lease, **fields),
             planned=planned,
         )
+
+    def _record(self, term: PastTerm) -> None:
+        """Record the term in the trail of the election."""
+        settings = self.attempt.settings
+        if settings.kind == "elections" and settings.trail:
+            self.attempt.core.trail.note(settings.election, term)
+
+    def _record_end(self, ended_at: float, end: TermEnd, reason: str = "") -> None:
+        clock = self.attempt.core.runtime.clock
+        # Minus infinity stands for a time that had passed when the term began.
+        until = clock.wall() - max(0.0, clock.now() - max(ended_at, 0.0))
+        until = max(until, self._past.since)
+        self._record(replace(self._past, until=until, end=end, reason=reason))
 
     def _changed(self) -> None:
         """The record, or an order below it, has changed."""
@@ -190,6 +206,7 @@ class Leading:
     def _term_lost(self) -> None:
         term, planned = self.term, self.term.reason == self._order_reason
         self._emit(Lost, planned, reason=term.reason, ended_at=term.ended_at)
+        self._record_end(term.ended_at, "lost", term.reason)
         if not self._body_ended:
             now = self.attempt.core.runtime.clock.now()
             left_s = term.ended_at + term.stop_budget_s - now
@@ -211,6 +228,7 @@ class Leading:
         self._body_ended = True
         if self.term._conclude():
             self._emit(Resigned)
+            self._record_end(attempt.core.runtime.clock.now(), "resigned")
         attempt.keepalive.forget(self)
         if attempt.settings.member is not None:
             attempt.settings.member.forget(self)

@@ -131,6 +131,9 @@ class CampaignOptions(TypedDict, total=False):
     member: Eligibility
     """The membership of this process in a group. While the member is unhealthy or draining, the
     candidate leaves the line, and a leader resigns."""
+    trail: bool
+    """Record the terms in the store, for `Session.history`. Default True. Terms of locks and
+    semaphores are not recorded."""
 
 
 class CampaignIdentity(TypedDict):
@@ -157,6 +160,7 @@ class CampaignSettings:
     stall_after_s: float | None = None
     on_overrun: OnOverrun = "report"
     member: Eligibility | None = None
+    trail: bool = True
     slots: int = 1
     """How many may hold it at a time: more than one for a semaphore only."""
 

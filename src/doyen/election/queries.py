@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from doyen.election.core import SessionCore
+from doyen.election.trail import decode_trail
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.lease.keeper import StoreCalls
@@ -19,9 +21,11 @@ from doyen.model import (
     Kind,
     Leader,
     Line,
+    PastTerm,
     Unreachable,
     leader_key,
     line_key,
+    trail_key,
 )
 from doyen.stores.port import Watch
 
@@ -31,6 +35,7 @@ __all__ = [
     "observe",
     "observe_leader",
     "observe_line",
+    "read_history",
     "read_leader",
     "read_line",
 ]
@@ -52,6 +57,18 @@ async def read_line(core: SessionCore, election: str, kind: Kind = "elections") 
     record = await core.call(core.store.get(leader_key(election, kind)))
     tickets = await core.call(core.store.list(line_key(election, kind)))
     return line_of(election, record, tickets, kind)
+
+
+async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
+    """The last terms of an election, the newest first, with the present one."""
+    trail = await core.call(core.store.get(trail_key(election)))
+    record = await core.call(core.store.get(leader_key(election)))
+    terms = {term.token: term for term in decode_trail(trail.value)} if trail else {}
+    if record is not None:
+        leader = leader_of(election, record)
+        known = PastTerm(leader.name, leader.token, leader.since or 0.0)
+        terms[leader.token] = replace(terms.get(leader.token, known), leads=True)
+    return sorted(terms.values(), key=lambda term: -term.token)
 
 
 async def observe_leader(
