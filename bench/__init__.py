@@ -14,7 +14,7 @@ the point to which the figure refers.
     crew       the measured processes and their reports
     worker     the program of such a process
     probes     counting store calls, and reading process statistics of the kernel
-    failover, transfer, loss, frozen, cost, scale, idle, soak    the benches
+    failover, transfer, loss, frozen, cost, forwarding, scale, idle, soak    the benches
     manage     the benches of members, configurations and shards
     managed, partitioner    their processes: of doyen, and of other libraries
 

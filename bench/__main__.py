@@ -17,6 +17,7 @@ from bench.cost import importing, valid
 from bench.engines import engines
 from bench.failover import crash, handover
 from bench.figures import Figure
+from bench.forwarding import forwarding
 from bench.frozen import frozen
 from bench.idle import idle
 from bench.lab import lab
@@ -37,6 +38,7 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "frozen": frozen,
     "valid": valid,
     "import": importing,
+    "forwarding": forwarding,
     "herd": herd,
     "many": many,
     "idle": idle,
@@ -65,6 +67,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "frozen": {"trials": 1, "ttl_s": 0.6, "observe_s": 0.1},
     "valid": {"rounds": 3, "calls": 1000},
     "import": {"trials": 1},
+    "forwarding": {"rounds": 2, "calls": 5},
     "herd": {"processes": 2, "sessions": 4, "changes": 2},
     "many": {"elections": 50, "traced": 20, "settle_s": 0.1, "hold_s": 0.1},
     "idle": {"seconds": 0.5, "sessions": 2},

@@ -18,6 +18,7 @@ FIGURES = {
     "frozen": 6,
     "valid": 1,
     "import": 2,
+    "forwarding": 4,
     "herd": 1,
     "many": 3,
     "idle": 4,
