@@ -259,6 +259,14 @@ class ConsulModel:
                 if raw is None or raw["ModifyIndex"] != operation["Index"]:
                     raise Refusal("current modify index doesn't match")
                 return raw
+            case "check-session":
+                if raw is None or raw.get("Session", "") != operation["Session"]:
+                    raise Refusal(f'failed session check for key "{key}"')
+                return raw
+            case "unlock":
+                if raw is None or raw.get("Session") != operation["Session"]:
+                    raise Refusal(f'failed to unlock key "{key}", lock isn\'t held')
+                return self._write(kv, operation, index, raw, None)
             case "get":
                 if raw is None:
                     raise Refusal(f'key "{key}" doesn\'t exist')

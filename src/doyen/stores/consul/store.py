@@ -143,7 +143,23 @@ class ConsulStore(GuardedStore):
                 return Creation(False, existing)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        return await self._replace(key, value, if_version or 0)
+        if if_version is None:
+            return await self._replace(key, value, 0)
+        path = self._path(key)
+        free: Operation = {"Verb": "check-session", "Key": path, "Session": ""}
+        written = await self._replace(key, value, if_version, free)
+        while written is None:
+            # It has another version, or it is bound to a session, which a write would keep.
+            found = await self.get(key)
+            if found is None or found.version != if_version or found.lease is None:
+                return None
+            answer = await self._transact(
+                {"Verb": "check-index", "Key": path, "Index": if_version},
+                {"Verb": "unlock", **_content(path, value), "Session": found.lease},
+            )
+            if answer.status == 200:
+                written = self._written(answer, value)
+        return written
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
         if entry.lease is None:
@@ -151,18 +167,12 @@ class ConsulStore(GuardedStore):
         # A write keeps the session of the entry, which is deleted when the session ends.
         return await self._replace(entry.key, value, entry.version)
 
-    async def _replace(self, key: str, value: bytes, version: Version) -> Entry | None:
+    async def _replace(
+        self, key: str, value: bytes, version: Version, *conditions: Operation
+    ) -> Entry | None:
         """Write an entry, if the index of its last write is `version`; 0 if it must not exist."""
-        answer = await self._transact(
-            {
-                "Verb": "cas",
-                "Key": self._path(key),
-                "Value": _text(value),
-                "Index": version,
-                # Consul ignores a write that changes nothing: no new index, no notification.
-                "Flags": getrandbits(63),
-            }
-        )
+        write = {"Verb": "cas", **_content(self._path(key), value), "Index": version}
+        answer = await self._transact(*conditions, write)
         return self._written(answer, value) if answer.status == 200 else None
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
@@ -292,6 +302,11 @@ def _session(ttl_s: float) -> dict[str, object]:
         "ServiceChecks": [],
         "Checks": [],
     }
+
+
+def _content(path: str, value: bytes) -> Operation:
+    # Consul ignores a write that changes nothing: no new index, no notification.
+    return {"Key": path, "Value": _text(value), "Flags": getrandbits(63)}
 
 
 def _lock(path: str, value: bytes, lease: Lease) -> Operation:

@@ -159,6 +159,21 @@ class EntryConformance:
         await h.shows(store, key, None)
 
     @promise
+    async def test_put_over_an_entry_with_a_lease_unbinds_it(self, h: StoreHarness) -> None:
+        """An entry that `put` has written is bound to no lease: it outlives the one that it had."""
+        store, lease = await leased(h)
+        key = leader_key(h.name())
+        created = (await store.create(key, b"bound", lease)).entry
+        written = await put(store, key, b"unbound", created.version)
+        assert written.lease is None
+        assert await store.put(key, b"x", if_version=created.version) is None
+        assert await store.update(created, b"x") is None
+        assert await store.update(written, b"x") is None
+        await store.revoke(lease)
+        await h.shows(store, key, b"unbound")
+        assert (await read(store, key)).lease is None
+
+    @promise
     async def test_a_version_is_not_valid_for_a_later_entry(self, h: StoreHarness) -> None:
         """The version of a deleted entry does not match an entry created later at the same key."""
         store, lease = await leased(h)
