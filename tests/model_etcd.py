@@ -48,13 +48,23 @@ REQUESTS = {
     rpc.TXN.path: rpc.TxnRequest,
     rpc.GRANT.path: rpc.LeaseGrantRequest,
     rpc.REVOKE.path: rpc.LeaseRevokeRequest,
+    rpc.TIME_TO_LIVE.path: rpc.LeaseTimeToLiveRequest,
     rpc.KEEP_ALIVE.path: rpc.LeaseKeepAliveRequest,
     rpc.WATCH.path: rpc.WatchRequest,
     rpc.STATUS.path: rpc.StatusRequest,
 }
 METHODS = {
     method.path: method
-    for method in (rpc.RANGE, rpc.PUT, rpc.DELETE, rpc.TXN, rpc.GRANT, rpc.REVOKE, rpc.STATUS)
+    for method in (
+        rpc.RANGE,
+        rpc.PUT,
+        rpc.DELETE,
+        rpc.TXN,
+        rpc.GRANT,
+        rpc.REVOKE,
+        rpc.TIME_TO_LIVE,
+        rpc.STATUS,
+    )
 }
 
 
@@ -399,6 +409,13 @@ class EtcdModel:
                 self.leases[lease] = Granted(request.TTL, nothing)
                 self._arm(lease)
                 return {"ID": lease, "TTL": request.TTL}
+            case rpc.TIME_TO_LIVE.path:
+                known = self.leases.get(request.ID)
+                if known is None:
+                    return {"ID": request.ID, "TTL": -1}
+                left_s = max(0.0, known.timer.when() - asyncio.get_running_loop().time())
+                left = min(int(left_s), known.ttl_s)
+                return {"ID": request.ID, "TTL": left, "grantedTTL": known.ttl_s}
             case rpc.REVOKE.path:
                 if request.ID not in self.leases:
                     raise LookupError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -134,6 +134,12 @@ class ReturnsExpiryTime(MemoryServer):
 
 
 @caught_by("remaining_time_is_within_bounds")
+class TellsOfEndedLeases(MemoryStore):
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        return dict.fromkeys(leases, 1.0)
+
+
+@caught_by("remaining_time_is_within_bounds")
 class ListsWithoutRemainingTime(MemoryServer):
     def list(self, prefix: str) -> list[Entry]:
         return [entry._replace(remaining_s=None) for entry in super().list(prefix)]
@@ -212,6 +218,17 @@ class PutsBlindly(MemoryServer):
     def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
         stored = self._entries.get(key)
         return super().put(key, value, stored and stored.version)
+
+
+@caught_by("put_over_an_entry_with_a_lease_unbinds_it")
+class KeepsTheLease(MemoryServer):
+    """`put` replaces the value of an entry, which stays bound to its lease."""
+
+    def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
+        stored = self._entries.get(key)
+        if stored is None or stored.lease is None or stored.version != if_version:
+            return super().put(key, value, if_version)
+        return self.update(self._entry(key), value)
 
 
 @caught_by("a_version_is_not_valid_for_a_later_entry", "update_of_an_entry_that_is_gone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
 from doyen.manage.members import MemberOptions, MemberValue, Registration
 from doyen.model import Member, MemberChange, member_key, members_key
+from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
 from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
 
@@ -258,6 +260,45 @@ async def test_a_member_that_lost_its_name_joins_again_when_it_is_free(place: Pl
             assert listed(place) == {"a": thief.incarnation}
         await until(lambda: member.incarnation is not None)
         assert not member.ineligible_because
+
+
+@virtual
+async def test_a_store_may_tell_of_leases_apart_from_entries(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As etcd does. Then the leases are asked for with each list of an observer that suspects."""
+    entry_of, asked = place.server._entry, []
+
+    async def remaining(store: MemoryStore, leases: Sequence[str]) -> dict[str, float]:
+        asked.append(len(leases))
+        server = store._server
+        return {each: server._leases[each].expires_at - server.clock.now() for each in leases}
+
+    monkeypatch.setattr(MemoryStore, "remaining", remaining)
+    monkeypatch.setattr(
+        place.server, "_entry", lambda key: entry_of(key)._replace(remaining_s=None)
+    )
+    faults = Faults()
+    session, other, observer = await place.open(faults), await place.open(), await place.open()
+    task = asyncio.create_task(_stay(session, "a"))
+    async with other.member(GROUP, name="b"), observing(observer) as seen:
+        faults.cut()
+        await until(lambda: ("gone", "a") in told(seen))
+        assert told(seen) == [
+            ("joined", "a"),
+            ("joined", "b"),
+            ("suspected", "a"),
+            ("gone", "a"),
+        ]
+        assert seen[2].silent_s is not None
+        assert 2 / 3 * TTL_S < seen[2].silent_s < TTL_S
+        assert set(asked) == {1, 2}
+        before = len(asked)
+        indifferent = asyncio.create_task(collect(observer, [], suspect=False))
+        await asyncio.sleep(0.1)
+        indifferent.cancel()
+        assert len(asked) == before
+    task.cancel()
 
 
 # Health, draining and failure.

@@ -1,4 +1,4 @@
-"""Members and published lists on real engines."""
+"""Members, published lists, semaphores, barriers and publications of leaders, on real engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import doyen
+from doyen.lease.clock import SystemClock
+from doyen.manage.members import MemberValue
+from doyen.model import member_key
+from doyen.stores.port import Context, open_store
 from fixtures import shared
 from servers import QuorumCluster
 from support import known
@@ -61,12 +65,91 @@ async def test_members_join_change_and_leave_and_the_list_follows(url: str) -> N
 
 
 async def test_a_name_that_is_taken_is_refused(url: str) -> None:
+    """At once, and not after the holder's lease could have expired."""
     async with (
-        asyncio.timeout(WITHIN_S),
-        doyen.connect(url, ttl_s=2.0) as session,
-        doyen.connect(url, ttl_s=2.0) as other,
+        doyen.connect(url, ttl_s=60.0) as session,
+        doyen.connect(url) as other,
         session.member("taken", name="a") as member,
+        asyncio.timeout(WITHIN_S),
     ):
         with pytest.raises(doyen.NameTaken, match=f"incarnation {member.incarnation} of"):
             await other.member("taken", name="a").__aenter__()
         assert [each.name for each in await other.members("taken")] == ["a"]
+
+
+async def test_a_member_that_is_silent_is_suspected_where_the_store_tells(url: str) -> None:
+    async with asyncio.timeout(WITHIN_S), doyen.connect(url) as session:
+        store = await open_store(url, Context(SystemClock(), lambda event: None))
+        lease = await store.grant(3.0)
+        silent = MemberValue("a", "silent-1", "silent", "test", lease.ttl_s, 0.0, "up", "", {})
+        await store.create(member_key("silent", "a"), silent.encode(), lease)
+        kinds = []
+        async with aclosing(session.observe_members("silent")) as changes:
+            async for change in changes:
+                if isinstance(change, doyen.MemberChange):
+                    kinds.append(change.kind)
+                    if change.kind == "gone":
+                        break
+        await store.close()
+    told = ["suspected"] * (not url.startswith("doyen:"))
+    assert kinds == ["joined", *told, "gone"]
+
+
+async def test_what_a_leader_publishes_reaches_observers_in_the_same_term(url: str) -> None:
+    async with (
+        asyncio.timeout(WITHIN_S),
+        doyen.connect(url) as session,
+        doyen.connect(url) as other,
+        session.campaign("published", name="a", meta={"n": 0}) as term,
+        aclosing(other.observe("published")) as leaders,
+    ):
+        seen: list[object] = []
+        for n in range(1, 4):
+            await term.publish({"n": n})
+            async for leader in leaders:
+                assert isinstance(leader, doyen.Leader)
+                assert leader.token == term.token
+                seen.append(leader.meta["n"])
+                if leader.meta["n"] == n:
+                    break
+        assert seen[-1] == 3
+        assert term.valid
+    async with doyen.connect(url) as session:
+        assert await session.leader("published") is None
+
+
+async def test_a_semaphore_has_n_holders_and_the_next_in_line_follows(url: str) -> None:
+    async with (
+        asyncio.timeout(WITHIN_S),
+        doyen.connect(url) as session,
+        doyen.connect(url) as other,
+    ):
+        async with session.semaphore("slots", 2) as first:
+            waiting = asyncio.create_task(other.semaphore("slots", 2).__aenter__())
+            second = await waiting
+            third = session.semaphore("slots", 2)
+            next_in_line = asyncio.create_task(third.__aenter__())
+            done, _ = await asyncio.wait({next_in_line}, timeout=0.3)
+            assert not done
+            assert {first.slot, second.slot} == {0, 1}
+        follower = await next_in_line
+        assert follower.slot == first.slot
+        assert follower.token > first.token
+        with pytest.raises(doyen.ConfigError, match="not 3"):
+            await other.semaphore("slots", 3).__aenter__()
+        await third.__aexit__(None, None, None)
+
+
+async def test_a_barrier_is_passed_by_all_at_once(url: str) -> None:
+    async with (
+        asyncio.timeout(WITHIN_S),
+        doyen.connect(url) as session,
+        doyen.connect(url) as other,
+    ):
+        for time in (1, 2):
+            early = asyncio.create_task(session.barrier("start", 2))
+            done, _ = await asyncio.wait({early}, timeout=0.1)
+            assert not done
+            assert await other.barrier("start", 2) == await early == time
+        with pytest.raises(doyen.NotArrived, match="1 of 2"):
+            await session.barrier("start", 2, wait_s=0.1)

@@ -302,7 +302,7 @@ class BlockingSession:
 
     def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
-        return [*self._run(read_members, group).members.values()]
+        return [*self._run(read_members, group, times=True).members.values()]
 
     def observe_members(
         self, group: str, *, suspect: bool = True

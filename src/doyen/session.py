@@ -384,7 +384,7 @@ class Session:
 
     async def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
-        return [*(await self._run(read_members, group)).members.values()]
+        return [*(await self._run(read_members, group, times=True)).members.values()]
 
     async def observe_members(
         self, group: str, *, suspect: bool = True

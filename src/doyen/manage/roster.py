@@ -43,10 +43,19 @@ class Roster:
     """When to read again, because the renewals of a member may be late then."""
 
 
-async def read_members(core: SessionCore, group: str) -> Roster:
-    """The members of a group, read from the store, in the order of their names."""
+async def read_members(core: SessionCore, group: str, *, times: bool = False) -> Roster:
+    """The members of a group, read from the store, in the order of their names. With `times`, also
+    when each was last heard of, if the store tells."""
     at = core.runtime.clock.now()
-    return roster_of(await core.call(core.store.list(members_key(group))), at)
+    entries = await core.call(core.store.list(members_key(group)))
+    leases = {each.lease: None for each in entries if each.lease and each.remaining_s is None}
+    if times and leases:
+        left = await core.call(core.store.remaining([*leases]))
+        entries = [
+            each._replace(remaining_s=left.get(each.lease or "", each.remaining_s))
+            for each in entries
+        ]
+    return roster_of(entries, at)
 
 
 def roster_of(entries: Iterable[Entry], at: float) -> Roster:
@@ -93,7 +102,7 @@ async def observe_members(
     await observe(
         core.calls,
         [members_key(group)],
-        partial(read_members, core, group),
+        partial(read_members, core, group, times=suspect),
         deliver,
         settle_s=SETTLE_S,
         due=lambda roster: roster.recheck_s if suspect else None,

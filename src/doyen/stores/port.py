@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -152,6 +152,14 @@ class Store(ABC):
         another cluster.
         """
         raise StoreUnusable("a store of this kind cannot end the leases of other processes")
+
+    async def remaining(self, leases: Sequence[str]) -> Mapping[str, float]:
+        """What is left of these leases, in seconds, according to the store.
+
+        For stores that know it, although their entries do not have `remaining_s`. A lease that has
+        ended is left out. A store that cannot tell returns nothing.
+        """
+        return {}
 
     @abstractmethod
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:

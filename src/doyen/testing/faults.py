@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -195,6 +195,10 @@ class FaultyStore(Store):
 
     async def end(self, warrant: bytes) -> None:
         await self._call("end", repr(warrant), partial(self._store.end, warrant))
+
+    async def remaining(self, leases: Sequence[str]) -> Mapping[str, float]:
+        do = partial(self._store.remaining, leases)
+        return await self._call("remaining", f"{len(leases)} leases", do)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         do = partial(self._store.create, key, value, lease)

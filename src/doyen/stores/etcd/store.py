@@ -88,6 +88,23 @@ class EtcdStore(GuardedStore):
         except LeaseGone:
             pass
 
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        self._require_usable()
+        turns = asyncio.Semaphore(READS_IN_FLIGHT)
+
+        async def ask(lease: str) -> Any:
+            async with turns:
+                request = rpc.LeaseTimeToLiveRequest(ID=int(lease, 16))
+                return await self._client.call(rpc.TIME_TO_LIVE, request, reads=True)
+
+        answers = await asyncio.gather(*map(ask, leases))
+        # etcd rounds down to whole seconds. With a new leader, the time of all leases begins anew.
+        return {
+            lease: min(float(answer.grantedTTL), answer.TTL + 0.5)
+            for lease, answer in zip(leases, answers, strict=True)
+            if answer.TTL >= 0
+        }
+
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         at = self._at(key)
         answer = await self._call(

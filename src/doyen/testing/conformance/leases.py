@@ -215,3 +215,9 @@ class LeaseConformance:
         unbound = await put(store, order_key(h.name()), b"o")
         assert unbound.lease is None
         assert unbound.remaining_s is None
+        other = await store.grant(h.ttl_s * 20)
+        told = await store.remaining([lease.id, other.id])
+        assert set(told) in (set(), {lease.id, other.id})
+        assert all(0 < each <= most_s for each in told.values())
+        await store.revoke(other)
+        assert set(await store.remaining([lease.id, other.id])) in (set(), {lease.id})
