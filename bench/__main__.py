@@ -29,6 +29,7 @@ from bench.quorum import upkeep, writes
 from bench.scale import herd, many
 from bench.soak import soak
 from bench.transfer import transfer
+from bench.warden import warden
 
 BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "crash": crash,
@@ -53,10 +54,11 @@ BENCHES: dict[str, Callable[..., list[Figure]]] = {
     "shards": shards,
     "partitioners": partitioners,
     "page": page,
+    "warden": warden,
 }
 LONG = (
     *("engines", "writes", "outages", "upkeep", "soak"),
-    *("members", "config", "shards", "partitioners", "page"),
+    *("members", "config", "shards", "partitioners", "page", "warden"),
 )
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -88,6 +90,7 @@ QUICK: dict[str, dict[str, Any]] = {
     },
     "config": {"processes": 1, "sessions": 3, "trials": 2, "only": "sqlite"},
     "shards": {"count": 30, "members": 4, "handovers": 1, "traced": 10, "only": "sqlite"},
+    "warden": {"trials": 2, "freezes": 0, "idle_s": 0.1, "only": "quorum"},
     "partitioners": {"count": 20, "members": 2, "ttl_s": 2.0, "kinds": "kazoo"},
 }
 """Parameters that only show that a bench works. The figures are meaningless."""

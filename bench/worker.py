@@ -108,16 +108,16 @@ class Items:
             self.refused += 1
 
 
-def working(who: str, url: str, folder: str, idiom: str, ttl_s: float) -> None:
+def working(who: str, url: str, folder: str, idiom: str, **connect: Any) -> None:
     """Lead and process work items in one of three idioms: a loop that checks `term.valid`, an async
     scope without checks, and a loop that ignores its term."""
     logging.disable()  # losses are expected
-    reporter = Reporter(who, ["waiting"])
+    reporter = Reporter(who, ["waiting", "warded"])
     items = Items(who, folder)
     end_with_stdin()
     if idiom == "scope":
-        asyncio.run(_working_in_scope(reporter, items, url, who, ttl_s))
-    with doyen.connect_blocking(url, on_event=reporter.sink, ttl_s=ttl_s) as session:
+        asyncio.run(_working_in_scope(reporter, items, url, who, connect))
+    with doyen.connect_blocking(url, on_event=reporter.sink, **connect) as session:
         try:
             with session.campaign(ELECTION, name=who) as term:
                 reporter.report("entered", at=now(), token=term.token)
@@ -131,9 +131,9 @@ def working(who: str, url: str, folder: str, idiom: str, ttl_s: float) -> None:
 
 
 async def _working_in_scope(
-    reporter: Reporter, items: Items, url: str, who: str, ttl_s: float
+    reporter: Reporter, items: Items, url: str, who: str, connect: dict[str, Any]
 ) -> None:
-    async with doyen.connect(url, on_event=reporter.sink, ttl_s=ttl_s) as session:
+    async with doyen.connect(url, on_event=reporter.sink, **connect) as session:
         try:
             async with session.campaign(ELECTION, name=who) as term:
                 reporter.report("entered", at=now(), token=term.token)

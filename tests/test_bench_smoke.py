@@ -31,6 +31,7 @@ FIGURES = {
     "config": 1,
     "shards": 5,
     "page": 3,
+    "warden": 3,
 }
 
 

@@ -28,9 +28,10 @@ from doyen.lease.clock import VirtualClock
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context, Store, open_store
 from doyen.testing import run_virtual
-from doyen.warden import location
+from doyen.warden import diagnosis, location
 from doyen.warden.child import interpreter
 from doyen.warden.client import portable_url
+from doyen.warden.diagnosis import Surroundings, findings
 from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, StoreKey, Witness
 from doyen.warden.holder import TICKS, FrozenWatch, HolderWatch, Ping, Verdict
 from doyen.warden.table import (
@@ -317,7 +318,7 @@ def ending(
         stores = KeptStores(opener)
         hello = Hello(session="s", url="memory://", settle_s=settle_s, audit=audit)
         stores.acquire(StoreKey.of(hello))
-        ender = LeaseEnder(stores, Witness(clock, "warden"), clock)
+        ender = LeaseEnder(stores, Witness(clock, "warden"), clock, 1e6)
         began = clock.now()
         await ender.end(hello, [WardedLease(lease.id, 2.0, engine.warrant(lease))])
         took_s = clock.now() - began
@@ -544,3 +545,50 @@ def test_a_warrant_of_another_store_is_void_by_default() -> None:
             await Store.end(store, b"x")
 
     run_virtual(main)
+
+
+# What `doyen doctor` says
+
+
+@pytest.mark.parametrize(
+    ("here", "level", "words"),
+    [
+        (Surroundings(has_pidfd=False), "note", "cannot help"),
+        (Surroundings(), "note", "no warden serves"),
+        (Surroundings(host="/run/w"), "ok", "/run/w serves this user"),
+        (Surroundings(host="/run/w", in_container=True), "ok", "serves"),
+        (Surroundings(in_container=True), "warning", "process 1"),
+        (Surroundings(oom_group="/a"), "warning", "memory.oom.group"),
+        (Surroundings(mixed_unit="a.service"), "warning", "KillMode=mixed"),
+        (Surroundings(refused="others may write"), "warning", "others may write"),
+    ],
+)
+def test_doctor_says_where_a_warden_cannot_help(here: Surroundings, level: str, words: str) -> None:
+    first, *_ = findings(here)
+    assert first.level == level
+    assert words in first.text
+
+
+def test_a_control_group_above_counts_too(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    assert diagnosis._oom_group("/outer/inner", str(tmp_path)) == ""
+    (inner / "memory.oom.group").write_text("0\n")
+    (tmp_path / "outer" / "memory.oom.group").write_text("1\n")
+    assert diagnosis._oom_group("/outer/inner", str(tmp_path)) == "/outer"
+
+
+def test_the_kill_mode_is_that_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "systemctl"
+    program.write_text('#!/bin/sh\n[ "$3" = app.service ] && echo KillMode=mixed\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert diagnosis._mixed_unit("/system.slice/app.service") == "app.service"
+    assert diagnosis._mixed_unit("/system.slice/other.service") == ""
+    assert diagnosis._mixed_unit("/user.slice") == ""
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    assert [*findings(diagnosis.look())]

@@ -281,3 +281,80 @@ def test_an_idle_leader_and_a_frozen_candidate_are_left_alone(start: Start) -> N
     assert not leader.has("lost", within_s=1.0)
     assert leader.process.poll() is None
     assert candidate.process.poll() is None
+
+
+# Supervised commands
+
+STUBBORN = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    " os.write(1, b'%d\\n' % os.getpid()); signal.pause()",
+]
+
+
+@contextmanager
+def running(
+    url: str, election: str, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`doyen run` with a command that ignores SIGTERM, and the process id of the command."""
+    process = subprocess.Popen(
+        [*DOYEN, "run", election, "--store", url, *options, "--", *STUBBORN],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_the_lease_of_a_supervised_command_ends_with_its_last_process(
+    server: servers.QuorumNode,
+) -> None:
+    with (
+        warded(server.url, election="supervised") as start,
+        running(server.url, "supervised", "--ttl", "30", "--stop-budget", "3") as (run, command),
+    ):
+        successor = start("successor")
+        successor.ready()
+        began = time.monotonic()
+        run.kill()
+        successor.wait_for("elected")
+        assert not is_alive(command)
+        assert 2.0 < time.monotonic() - began < 2.1 + SOON_S  # the guard kills at 70 % of 3 s
+
+
+def test_without_the_guards_word_the_lease_expires(server: servers.QuorumNode) -> None:
+    with (
+        warded(server.url, election="unguarded") as start,
+        running(server.url, "unguarded", "--ttl", "4") as (run, command),
+    ):
+        guard = int(Path(f"/proc/{command}/stat").read_text().rpartition(")")[2].split()[1])
+        successor = start("successor")
+        successor.ready()
+        os.kill(run.pid, signal.SIGSTOP)  # or it would end the command in the guard's place
+        os.kill(guard, signal.SIGKILL)
+        os.kill(run.pid, signal.SIGKILL)
+        assert not successor.has("elected", within_s=1.0)
+        successor.wait_for("elected")
+
+
+def test_a_frozen_doyen_run_is_killed_with_its_command(server: servers.QuorumNode) -> None:
+    with (
+        warded(server.url, election="frozen") as start,
+        running(
+            server.url, "frozen", "--ttl", "30", "--stop-budget", "1", "--frozen-after", "0.3"
+        ) as (run, command),
+    ):
+        successor = start("successor")
+        successor.ready()
+        os.kill(run.pid, signal.SIGSTOP)
+        successor.wait_for("elected")
+        assert not is_alive(command)
+        assert run.wait(10) == -signal.SIGKILL

@@ -24,6 +24,9 @@ from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Finding, Lease, Line, Order, leader_key, line_key, order_key
 from doyen.stores.port import Capabilities, Store
+from doyen.warden.diagnosis import Surroundings
+from doyen.warden.diagnosis import findings as judge_warden
+from doyen.warden.diagnosis import look as look_around
 
 T = TypeVar("T")
 
@@ -91,7 +94,12 @@ class Examination:
 
 
 async def examine(
-    store: Store, settings: SessionSettings, clock: Clock, *, election: str | None = None
+    store: Store,
+    settings: SessionSettings,
+    clock: Clock,
+    *,
+    election: str | None = None,
+    surroundings: Callable[[], Surroundings] = look_around,
 ) -> Examination:
     """Examine an open store, with the timing of `settings`.
 
@@ -118,6 +126,7 @@ async def examine(
         *judge_times(timing, latencies, requested_ttl_s=requested_s),
         *_judge_clock(clock),
         *judge_capabilities(limits),
+        *(() if limits.proof_of_death or limits.one_process else judge_warden(surroundings())),
         *diagnosed,
         *(judge_line(line, order) if line is not None else ()),
     ]
@@ -257,8 +266,8 @@ def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
     if not limits.proof_of_death:
         yield _note(
             "failover",
-            "this store has no proof of death: a crashed leader is replaced when its lease"
-            " has expired, like one that is frozen",
+            "this store has no proof of death: without a warden, a crashed leader is replaced when"
+            " its lease has expired, like one that is frozen",
         )
     if limits.expiry_factor > 1:
         yield _note(

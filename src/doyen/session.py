@@ -605,7 +605,8 @@ class SessionOptions(TypedDict, total=False):
     """Called with every `events.Record`, in order, on a thread of its own."""
     warden: WardenForm | None
     """A process that ends the leases at once if this one dies: "process" starts one, "host" expects
-    that of the host, "none" uses none. Default: that of the host, if there is one."""
+    that of the host, "auto" uses that of the host or starts one, "none" uses none. Default: that of
+    the host, if there is one."""
     settle_s: float | None
     """How long the warden waits before it ends the leases. Default: 0, but the stop budget for a
     warden that was found by default."""

@@ -21,7 +21,17 @@ from types import TracebackType
 import doyen
 from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for
 from doyen.errors import ConfigError, LeadershipLost
-from doyen.events import Elected, Hindered, Lost, Overrun, Record, Resigned, Unsure, Waiting
+from doyen.events import (
+    Elected,
+    Hindered,
+    Lost,
+    Overrun,
+    Record,
+    Resigned,
+    Unsure,
+    Unwarded,
+    Waiting,
+)
 from doyen.events.log_lines import LogfmtLine, OutageEnded
 from doyen.stores.choice import without_password
 from doyen.supervise import Supervisor
@@ -89,6 +99,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--store-wait SECONDS", wait, "0")
     add_option(parser, "--once", "end after a loss instead of campaigning again")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
+    frozen = "have a frozen doyen killed after this time; the command ends too (default: never)"
+    add_option(parser, "--frozen-after SECONDS", frozen)
     add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
     add_option(parser, "--verbose", "also report elections and resignations")
 
@@ -134,6 +146,8 @@ class _Run:
                         stop_budget_s=args.stop_budget,
                         audit=args.audit,
                         wait_s=args.store_wait,
+                        warden="auto",
+                        frozen_after_s=args.frozen_after,
                     ) as session,
                 ):
                     return await self._campaign(session)
@@ -315,6 +329,8 @@ def _as_text(record: Record) -> str | None:
             return f"leading {election!r}, token {token}"
         case Unsure(remaining_s=remaining_s, error=error):
             return f"renewals fail, the term ends in {remaining_s:g} s unless one succeeds: {error}"
+        case Unwarded(reason=reason):
+            return f"no warden ({reason}): if this process dies, its lease expires"
         case OutageEnded(after_s=after_s):
             return f"the store is available again after {after_s:g} s"
         case Lost(election=election, reason=reason):

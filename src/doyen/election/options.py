@@ -17,7 +17,7 @@ from doyen.model import Claim, Kind, Meta, leader_key
 Recipe = Literal["line", "race"]
 MAX_SLOTS = 1000
 """Of a semaphore. Who is first in line lists them all."""
-WardenForm = Literal["process", "host", "none"]
+WardenForm = Literal["process", "host", "auto", "none"]
 LEAST_FROZEN_S = 0.05
 OnOverrun = Literal["report", "exit"]
 
@@ -65,8 +65,8 @@ class SessionSettings:
             raise ConfigError(f"wait_s is 0 s or more, not {self.wait_s!r}")
         if self.warden not in (None, *get_args(WardenForm)):
             raise ConfigError(
-                f"warden is 'process', 'host' or 'none', not {self.warden!r}; without it, the"
-                " warden of the host is used if there is one"
+                f"warden is 'process', 'host', 'auto' or 'none', not {self.warden!r}; by default,"
+                " the warden of the host is used if there is one"
             )
         for option, least in (("settle_s", 0.0), ("frozen_after_s", LEAST_FROZEN_S)):
             seconds = getattr(self, option)

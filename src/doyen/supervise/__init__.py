@@ -237,7 +237,8 @@ class Supervisor:
 
     async def _kill_orphans(self) -> None:
         """Do what the guard would have done. Its orphans are children of this process now."""
-        tree = guard.Tree(self._main, sees_trees=self._sees_trees, unrelated=self._unrelated)
+        unrelated = self._unrelated | guard.wardens()
+        tree = guard.Tree(self._main, sees_trees=self._sees_trees, unrelated=unrelated)
         while not tree.reap():
             tree.signal(signal.SIGKILL)
             await asyncio.sleep(0.005)

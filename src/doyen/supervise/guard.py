@@ -141,6 +141,20 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def wardens() -> frozenset[int]:
+    """The children of this process that are wardens of its sessions. They are orphans of their
+    own, and adopted by a process that adopts orphans."""
+    found = []
+    for pid in children(os.getpid()):
+        try:
+            with open(f"/proc/{pid}/comm") as file:
+                if file.read().strip() == "doyen-warden":
+                    found.append(pid)
+        except OSError:
+            continue
+    return frozenset(found)
+
+
 class Tree:
     """A command's process and all that descend from it, as the subreaper above them sees them.
 

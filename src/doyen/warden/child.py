@@ -49,6 +49,9 @@ from doyen.warden.child import main
 main(control, int(sys.argv[2]))
 """
 _PATH_BYTES = 1 << 17
+GIVE_UP_S = 600.0
+"""How long a store that does not answer is tried, after the holder has died: nobody looks after the
+child any more."""
 
 
 def interpreter() -> str:
@@ -172,7 +175,7 @@ def main(control: socket.socket, owner: int) -> None:
     name_this_process()
 
     async def serve() -> None:
-        warden = Warden()
+        warden = Warden(give_up_s=GIVE_UP_S)
         warden.attend(control, owner)
         await warden.run()
 

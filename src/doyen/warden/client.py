@@ -41,12 +41,12 @@ from doyen.warden.wire import (
     send_hello,
 )
 
-__all__ = ["Form", "NoWarden", "SessionWarden", "Warding", "hello_for", "portable_url"]
+__all__ = ["Form", "NoWarden", "SessionWarden", "Warding", "connected", "hello_for", "portable_url"]
 
 log = logging.getLogger("doyen")
 
-Form = Literal["process", "host", "found"]
-"""A child of this process; the host's; the host's, if there is one."""
+Form = Literal["process", "host", "auto", "found"]
+"""A child of this process; the host's; the host's, or else a child; the host's, if there is one."""
 
 _FILES = frozenset({"ca", "cert", "key", "creds", "secret_file", "token_file"})
 _FIRST_RESTART_S = 1.0
@@ -174,18 +174,22 @@ class SessionWarden:
             self._report_missing(str(error))
 
     def _connect(self) -> None:
-        if self._form == "process":
+        path = None if self._form == "process" else socket_path()
+        if path is not None:
+            try:
+                self._link = connected(path)
+            except Refused:
+                if self._form != "auto":
+                    raise
+        elif self._form == "host":
+            raise Refused("no warden runs on this host: start one with `doyen warden`")
+        if self._link is None:
+            if self._form in ("host", "found"):
+                return
             self._restart_at = self._loop.time() + self._restart_s
             self._restart_s = min(2 * self._restart_s, _LONGEST_RESTART_S)
             self._child = ChildWarden.acquire()
             self._link = self._child.link()
-        else:
-            path = socket_path()
-            if path is None:
-                if self._form == "host":
-                    raise Refused("no warden runs on this host: start one with `doyen warden`")
-                return
-            self._link = _connected(path)
         self._link_inode = os.fstat(self._link.fileno()).st_ino
         if not _is_still(self._memory, self._memory_inode):
             raise Refused("the descriptor of the lease table was closed by this process")
@@ -288,7 +292,7 @@ def _is_still(descriptor: int, inode: int) -> bool:
         return False
 
 
-def _connected(path: Path) -> socket.socket:
+def connected(path: Path) -> socket.socket:
     """A link to the warden of the host."""
     check_directory(path.parent)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

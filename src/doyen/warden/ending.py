@@ -39,8 +39,6 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 2.0
 ANSWERED_TTLS = 10
 """How many ttls an attempt is repeated that the store answers and refuses."""
-GIVE_UP_S = 24 * 3600.0
-"""How long a store that does not answer at all is tried."""
 AT_ONCE = 16
 """How many leases of one holder are ended at a time."""
 
@@ -162,8 +160,12 @@ def _write(path: str, events: Sequence[Record]) -> None:
 class LeaseEnder:
     """Ends the leases of one dead holder."""
 
-    def __init__(self, stores: KeptStores, witness: Witness, clock: Clock) -> None:
+    def __init__(
+        self, stores: KeptStores, witness: Witness, clock: Clock, give_up_s: float
+    ) -> None:
+        """`give_up_s`: how long a store that does not answer at all is tried."""
         self._stores = stores
+        self._give_up_s = give_up_s
         self._witness = witness
         self._now = clock.now
 
@@ -195,7 +197,7 @@ class LeaseEnder:
                 return
             except (StoreUnavailable, TimeoutError) as error:
                 log.debug("%s", log_line(event="warden_retries", lease=lease.id, error=error))
-                if began - died_at > GIVE_UP_S:
+                if began - died_at > self._give_up_s:
                     _left([lease], error)
                     return
             except OutcomeUnknown as error:

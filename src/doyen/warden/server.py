@@ -34,17 +34,24 @@ __all__ = ["Warden"]
 log = logging.getLogger("doyen.warden")
 
 _BACKLOG = 1024
+GIVE_UP_S = 24 * 3600.0
+"""How long a store that does not answer at all is tried, after a holder has died."""
 
 
 class Warden:
     """Serves any number of sessions."""
 
-    def __init__(self, opener: Opener | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        opener: Opener | None = None,
+        clock: Clock | None = None,
+        give_up_s: float = GIVE_UP_S,
+    ) -> None:
         self._clock = clock or SystemClock()
         self._loop = asyncio.get_running_loop()
         self._stores = KeptStores(opener or self._open_store)
         self.witness = Witness(self._clock, f"warden-{secrets.token_hex(8)}")
-        self._ender = LeaseEnder(self._stores, self.witness, self._clock)
+        self._ender = LeaseEnder(self._stores, self.witness, self._clock, give_up_s)
         self._greeting: set[socket.socket] = set()
         """Links over which no session has introduced itself yet."""
         self._sessions: set[WatchedSession] = set()

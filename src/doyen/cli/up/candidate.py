@@ -66,7 +66,9 @@ class _Candidate:
 
 async def _main(options: argparse.Namespace) -> None:
     candidate = _Candidate(options.name, options.work)
-    async with connect(options.store, ttl_s=options.ttl, audit=options.audit) as session:
+    async with connect(
+        options.store, ttl_s=options.ttl, audit=options.audit, warden="auto"
+    ) as session:
         running = asyncio.ensure_future(candidate.run(session))
         asyncio.get_running_loop().add_reader(0, candidate.obey, running)
         await asyncio.wait({running})
