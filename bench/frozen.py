@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.crew import Crew
 from bench.figures import Figure, spread
 
-__all__ = ["frozen"]
+__all__ = ["frozen", "stale_items"]
 
 IDIOMS = {"checked": "checks term.valid", "scope": "async scope", "unchecked": "ignores its term"}
 
@@ -66,11 +66,11 @@ def _freeze(idiom: str, ttl_s: float, observe_s: float) -> tuple[int, int, int]:
         time.sleep(observe_s)
         crew.kill("old")
         crew.kill("new")
-        fenced, unfenced = (_stale(crew.folder / name) for name in ("fenced", "unfenced"))
+        fenced, unfenced = (stale_items(crew.folder / name) for name in ("fenced", "unfenced"))
         return fenced, unfenced, refused if idiom != "unchecked" else unfenced - fenced
 
 
-def _stale(resource: Path) -> int:
+def stale_items(resource: Path) -> int:
     """The number of items that were accepted after an item of a later term."""
     highest = stale = 0
     for line in resource.read_text().splitlines():

@@ -9,11 +9,12 @@ import statistics
 import time
 from pathlib import Path
 
+import servers
 from bench.crew import Crew
-from bench.engines import ENGINES, Engine, OnEngine, servers
+from bench.engines import ENGINES, Engine, OnEngine
 from bench.failover import settle
 from bench.figures import Figure, spread
-from bench.frozen import _stale
+from bench.frozen import stale_items
 
 __all__ = ["warden"]
 
@@ -143,8 +144,8 @@ def _frozen(name: str, server: servers.Server, trials: int) -> list[Figure]:
                 crew.signal("old", signal.SIGCONT)
             time.sleep(0.2)
             crew.dismiss()
-            fenced.append(_stale(crew.folder / "fenced"))
-            unfenced.append(_stale(crew.folder / "unfenced"))
+            fenced.append(stale_items(crew.folder / "fenced"))
+            unfenced.append(stale_items(crew.folder / "unfenced"))
     return [
         Figure(
             name=f"{name}: frozen leader, frozen_after_s={FROZEN_AFTER_S}",
