@@ -152,5 +152,7 @@ def test_a_log_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:
 
 def test_a_tolerance_that_is_not_a_number(logs: Logs, capsys: Capture) -> None:
     logs.close()
-    assert main(["verify", *logs.paths, "--tolerance", "nan"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *logs.paths, "--tolerance", "nan"])
+    assert ended.value.code == 2
     assert "tolerance" in capsys.readouterr().err

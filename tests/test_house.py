@@ -118,6 +118,12 @@ def test_the_version_is_the_one_in_pyproject() -> None:
     assert doyen.__version__ == project["version"]
 
 
+def test_the_extra_all_has_every_extra_for_users() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {*project["optional-dependencies"]} - {"all", "dev", "testing"}
+    assert project["optional-dependencies"]["all"] == [f"doyen[{','.join(sorted(extras))}]"]
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_docstrings(name: str) -> None:
     thing: Any = getattr(doyen, name)

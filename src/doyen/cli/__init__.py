@@ -2,7 +2,8 @@
 text and an exit code.
 
 The module of a command has `configure(parser)`, which adds its arguments, `run(args) -> int`, which
-returns the exit code, and its manual. Every command has `--json`, which is added here. A command
+returns the exit code, and its manual. It may have `check_arguments(parser, arguments)`, to explain
+what the parser would misunderstand. Every command has `--json`, which is added here. A command
 imports what it needs beyond the standard library only when it runs.
 
 The part of a manual before the exit codes is printed before the options, the rest after them.
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -21,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 import doyen
 from doyen.cli._output import Exit
@@ -71,6 +74,8 @@ exit codes:
   130  interrupted (128 + the number of the signal)
   `doyen run` otherwise returns the exit code of its command.
 
+A TIME is a number of seconds, or has units: 500ms, 5s, 10m, 1h30m.
+
 environment:
   DOYEN_STORE            the URL of the store, used without --store;
                          env:NAME takes it from another variable
@@ -108,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Options of `doyen` itself take no values, so the first other argument is the command.
         name = next((each for each in arguments if not each.startswith("-")), None)
         command = _load(name) if name in COMMANDS else None
-        parser, _ = parsers(*([name] if name in COMMANDS else []))
+        parser, commands = parsers(*([name] if name in COMMANDS else []))
+        if name is not None and command is not None and hasattr(command, "check_arguments"):
+            following = arguments[arguments.index(name) + 1 :]
+            command.check_arguments(commands[name], following)
         args = parser.parse_args(arguments)
         if command is None:
             parser.print_help()
@@ -186,10 +194,41 @@ def _add_manual(parser: argparse.ArgumentParser, text: str) -> None:
     parser.epilog = (codes + after).strip("\n")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests what was probably meant."""
+
+    command: argparse.ArgumentParser | None = None
+    """Of the parser of `doyen`: the parser of the command that is used."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self._suggestion(message))
+
+    def _suggestion(self, message: str) -> str:
+        from doyen.stores.port import did_you_mean
+
+        if wrong := re.search("invalid choice: '([^']*)'", message):
+            choices = (each for action in self._actions for each in action.choices or ())
+            return did_you_mean(wrong[1], map(str, choices))
+        if wrong := re.search("unrecognized arguments: (?:.* )?(--?[a-z][^ =]*)", message):
+            return did_you_mean(wrong[1], _options(self.command or self))
+        return ""
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and of its actions."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                found |= _options(each)
+    return found
+
+
 def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of `doyen` and the parsers of its commands. Only the commands in `names` are
     imported, and only their parsers have arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="doyen",
         description="Leader election for the processes of one machine or of many.",
         formatter_class=_Manual,
@@ -198,7 +237,7 @@ def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Ar
     _add_manual(parser, MANUAL)
     parser.add_argument("--version", action="version", version=f"doyen {doyen.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    subparsers = {}
+    subparsers: dict[str, argparse.ArgumentParser] = {}
     for each, summary in COMMANDS.items():
         described = f"{summary[0].upper()}{summary[1:]}."
         subparser = subparsers[each] = commands.add_parser(
@@ -209,4 +248,5 @@ def parsers(*names: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.Ar
             _add_manual(subparser, module.MANUAL)
             module.configure(subparser)
             subparser.add_argument("--json", action="store_true", help="print JSON for programs")
+            parser.command = subparser
     return parser, subparsers

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from doyen.durations import parse_duration
 from doyen.errors import ConfigError
 from doyen.model import Kind
 from doyen.stores.choice import StoreChoice, choose_store
@@ -143,13 +144,13 @@ def _width(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """The argparse type of a time in seconds, at least 0."""
+    """The argparse type of a duration, in seconds."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, such as 2.5")
+        value = parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value == math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is too long")
     return value
 
 
@@ -209,13 +210,13 @@ def _cancel_when_unread(following: asyncio.Future[None]) -> asyncio.Event:
 def add_option(
     parser: argparse.ArgumentParser, spec: str, text: str, default: str | None = None, **more: Any
 ) -> None:
-    """Add an option. `spec` is its name and the form of its value, such as `--wait SECONDS`; an
+    """Add an option. `spec` is its name and the form of its value, such as `--wait TIME`; an
     option without a form is a flag. The default is as a user would write it; the help states it."""
     name, _, form = spec.partition(" ")
     if not form:
         parser.add_argument(name, action="store_true", help=text)
         return
-    if form == "SECONDS":
+    if form == "TIME":
         more.setdefault("type", seconds)
     if default is not None and "(default" not in text:
         text = f"{text} (default: {default})"
@@ -255,9 +256,9 @@ def add_store_option(parser: argparse.ArgumentParser) -> None:
 def add_lease_options(parser: argparse.ArgumentParser, work: str) -> None:
     """Add `--ttl` and `--stop-budget`. `work` is what must end after a loss."""
     lives = "how long the lease lives without a renewal (default: depends on the store)"
-    add_option(parser, "--ttl SECONDS", lives)
+    add_option(parser, "--ttl TIME", lives)
     ends = f"the time in which the {work} must end after a loss (default: a sixth of the ttl)"
-    add_option(parser, "--stop-budget SECONDS", ends)
+    add_option(parser, "--stop-budget TIME", ends)
 
 
 def add_election_arguments(parser: argparse.ArgumentParser) -> None:

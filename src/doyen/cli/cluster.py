@@ -87,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         if name != "restore":
             add_option(added, "--store URL", "such as doyen://h1:7400,… (default: $DOYEN_STORE)")
         if name not in ("status", "backup", "restore"):
-            add_option(added, "--wait SECONDS", "the time limit", "10")
+            add_option(added, "--wait TIME", "the time limit", "10")
         return added
 
     action("status", "show the role, progress and contents of every node")

@@ -87,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_option(added, "--author NAME", "who writes (default: user and host name)")
         applied = "wait until the subscribers have applied it: all, majority (default: do not wait)"
         add_option(added, "--wait-applied WHICH", applied, choices=("all", "majority"))
-        add_option(added, "--wait SECONDS", "how long to wait for the subscribers", "10")
+        add_option(added, "--wait TIME", "how long to wait for the subscribers", "10")
         return added
 
     get = action("get", "print the value of a configuration")

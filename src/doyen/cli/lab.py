@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doyen.cli._output import Console, Exit, Table, add_actions, add_option, console, print_json
+from doyen.cli._output import (
+    Console,
+    Exit,
+    Table,
+    add_actions,
+    add_option,
+    console,
+    print_json,
+    seconds,
+)
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,20 +61,10 @@ examples:
   doyen lab play
 """
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
 
 def duration(text: str) -> float:
-    """The argparse type of a duration: `90`, `90s`, `10m`, `1h`.
-
-    >>> duration("1h"), duration("90"), duration("1.5m")
-    (3600.0, 90.0, 90.0)
-    """
-    unit = next((unit for unit in ("ms", "s", "m", "h", "d") if text.endswith(unit)), "")
-    try:
-        value = float(text.removesuffix(unit)) * _UNITS.get(unit, 1.0)
-    except ValueError:
-        value = -1.0
+    """The argparse type of a duration of more than 0."""
+    value = seconds(text)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90s, 10m or 1h")
     return value

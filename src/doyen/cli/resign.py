@@ -61,7 +61,7 @@ leader that has crashed ends without any command.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_election_arguments(parser)
-    add_option(parser, "--wait SECONDS", "the time in which the leader must resign", "10")
+    add_option(parser, "--wait TIME", "the time in which the leader must resign", "10")
     add_option(parser, "--force", "delete the leader record without an order")
     add_option(parser, "--yes", "with --force: do not ask for confirmation")
 

@@ -12,10 +12,13 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from itertools import takewhile
 from types import TracebackType
 
 import doyen
@@ -91,18 +94,59 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser, "--preempt", "order a leader of lower priority to hand over, instead of waiting"
     )
     least = "with --preempt: the least time for which a leader may lead"
-    add_option(parser, "--cooldown SECONDS", least, "60")
+    add_option(parser, "--cooldown TIME", least, "60")
     add_lease_options(parser, "command")
     give_up = "give up if not elected within this time (default: no limit)"
-    add_option(parser, "--wait SECONDS", give_up)
+    add_option(parser, "--wait TIME", give_up)
     wait = "how long to wait for a store that cannot be reached at first"
-    add_option(parser, "--store-wait SECONDS", wait, "0")
+    add_option(parser, "--store-wait TIME", wait, "0")
     add_option(parser, "--once", "end after a loss instead of campaigning again")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     frozen = "have a frozen doyen killed after this time; the command ends too (default: never)"
     add_option(parser, "--frozen-after SECONDS", frozen)
     add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
     add_option(parser, "--verbose", "also report elections and resignations")
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Explain a forgotten name or `--`. The parser would take the command's name for that of the
+    election, or the command's options for doyen's."""
+    divided = "--" in arguments
+    before = [*takewhile(lambda each: each != "--", arguments)]
+    command = [*arguments[len(before) + 1 :]]
+    options = {each.partition("=")[0] for each in before if each.startswith("-")}
+    if {"-h", "--help"} & options or options - {*parser._option_string_actions}:
+        return  # the parser explains unknown options
+    words = _words(parser, before)
+    if not divided and len(words) > 1:
+        name, *command = words
+        problem = "-- is missing before the command"
+    elif not divided:
+        name, command = words[0] if words else "ELECTION", ["CMD"]
+        problem = "the command is missing" if words else "the election and the command are missing"
+    elif not words:
+        name, problem = "ELECTION", "the name of the election is missing before --"
+    elif len(words) > 1:
+        name = words[0]
+        problem = f"only the name of the election comes before --, not also {words[1]!r}"
+    elif not command:
+        name, command, problem = words[0], ["CMD"], "the command is missing after --"
+    else:
+        return
+    raise ConfigError(f"{problem}: doyen run {shlex.join([name])} -- {shlex.join(command)}")
+
+
+def _words(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """The arguments that are neither options nor their values."""
+    words, remaining = [], iter(arguments)
+    for each in remaining:
+        if not each.startswith("-"):
+            words.append(each)
+        elif "=" not in each:
+            option = parser._option_string_actions.get(each)
+            if option is not None and option.nargs != 0:
+                next(remaining, None)
+    return words
 
 
 def run(args: argparse.Namespace) -> int:

@@ -130,10 +130,10 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "join": (_boolean, "true|false", "without data: wait to be added to an existing cluster"),
     "election_s": (
         seconds,
-        "SECONDS",
+        "TIME",
         "elect a new leader after this time without a message from the old one (default: 1)",
     ),
-    "heartbeat_s": (seconds, "SECONDS", "the interval of the leader's heartbeats (default: 0.1)"),
+    "heartbeat_s": (seconds, "TIME", "the interval of the leader's heartbeats (default: 0.1)"),
     "quota_bytes": (_count, "BYTES", "the greatest size of the keyspace (default: 1 GiB)"),
     "protocol": (str, "NAME", "raft (default), zab, viewstamped, paxos or smallest-id"),
 }
@@ -218,7 +218,7 @@ TLS_PARTS = ("certificate", "key", "authority", "mutual")
 _KINDS: dict[Callable[[str], Any], tuple[type, ...]] = {
     read_peers: (dict,),
     _boolean: (bool,),
-    seconds: (int, float),
+    seconds: (int, float, str),
     _count: (int,),
 }
 """The TOML types of settings that are not strings."""
@@ -241,6 +241,11 @@ def _from_file(path: Path) -> dict[str, Any]:
         kind = _KINDS.get(SETTINGS[name][0], (str,))
         if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
             raise ConfigError(f"{path}: {name} must have the form {_form(name)}; got {value!r}")
+        if SETTINGS[name][0] is seconds and isinstance(value, str):
+            try:
+                found[name] = seconds(value)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{path}: {name}: {error}") from None
     if not all(isinstance(address, str) for address in found.get("peers", {}).values()):
         raise ConfigError(f'{path}: the address of a peer must be text, such as "10.0.0.1:7400"')
     return found

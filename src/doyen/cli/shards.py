@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--dry-run", "with rebalance: show the moves, and change nothing")
     add_option(parser, "--undo", "with drain: restore the weight")
     add_option(parser, "--anyway", "with drain: even if no other member could take the shards")
-    add_option(parser, "--wait SECONDS", "the time in which a request must be carried out", "60")
+    add_option(parser, "--wait TIME", "the time in which a request must be carried out", "60")
     add_store_option(parser)
 
 

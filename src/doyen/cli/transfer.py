@@ -41,7 +41,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     add_election_arguments(parser)
     add_option(parser, "--to NAME", "the name of the successor (required)", required=True)
-    add_option(parser, "--wait SECONDS", "the time limit of the transfer", "10")
+    add_option(parser, "--wait TIME", "the time limit of the transfer", "10")
 
 
 def run(args: argparse.Namespace) -> int:

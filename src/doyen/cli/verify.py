@@ -40,7 +40,7 @@ SHOWN = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="an audit log")
     text = "the greatest difference between the wall clocks of the machines"
-    add_option(parser, "--tolerance SECONDS", text, "0", dest="tolerance_s", type=float)
+    add_option(parser, "--tolerance TIME", text, "0", dest="tolerance_s")
     add_option(parser, "--html FILE", "write the proof as a page with a timeline (default: none)")
 
 

@@ -57,9 +57,9 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--candidates N", "the number of candidates, 2 to 9", "3", type=int)
     lives = "how long a lease lives without a renewal"
-    add_option(parser, "--ttl SECONDS", lives, "2", dest="ttl_s", type=float)
+    add_option(parser, "--ttl TIME", lives, "2", dest="ttl_s")
     lasts = f"run unattended for about this long (default without a terminal: {_DRILL_S:g})"
-    add_option(parser, "--for SECONDS", lasts, dest="for_s", type=float)
+    add_option(parser, "--for TIME", lasts, dest="for_s")
     page = "serve the page there (default: in a terminal, on a free port of this machine)"
     add_option(parser, "--listen HOST:PORT", page)
     store = "the store of the candidates (default: a quorum of three nodes, removed afterwards)"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
+from doyen.durations import parse_duration
 from doyen.errors import ConfigError
 from doyen.stores.port import StoreURL
 
@@ -76,9 +77,13 @@ def login(url: StoreURL) -> tuple[str, str | None]:
 def number(
     url: StoreURL, name: str, default: float, low: float = 0, high: float = _LARGEST
 ) -> float:
-    """The value of an option that is a number from `low` to `high`."""
+    """The value of an option that is a duration from `low` to `high`, in seconds.
+
+    >>> number(StoreURL.parse("etcd://h1?connect_timeout_s=500ms"), "connect_timeout_s", 3.0)
+    0.5
+    """
     try:
-        value = float(url.options.get(name, default))
+        value = parse_duration(url.options.get(name, str(default)))
     except ValueError:
         value = math.nan
     if not low <= value <= high:
