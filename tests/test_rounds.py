@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import doyen
-from doyen import scopes
 from support import Place, now, virtual
 
 
@@ -82,21 +81,14 @@ async def test_a_body_that_works_is_not_slowed_down(
 
 def test_a_blocking_body_is_slowed_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[float] = []
-    monkeypatch.setattr(scopes, "FIRST_PAUSE_S", 0.001)
-    sleep = time.sleep
-
-    def pause(seconds: float) -> None:
-        paused.append(seconds)
-        sleep(seconds)
-
-    monkeypatch.setattr("doyen.blocking.time.sleep", pause)
+    monkeypatch.setattr("doyen.blocking.time", SimpleNamespace(sleep=paused.append))
     with doyen.connect_blocking("memory://slow") as session:
         for campaign in session.campaigns("e"):
             with campaign:
                 pass
             if len(paused) == 3:
                 break
-    assert paused == [0.001, 0.002, 0.004]
+    assert paused == [0.1, 0.2, 0.4]
 
 
 @virtual
