@@ -57,6 +57,7 @@ from doyen.quorum.protocol.requests import (
     Head,
     IdentifyClient,
     LeaseRenewed,
+    LeaseTimesRequest,
     ListChunk,
     NodeStatus,
     RenewLease,
@@ -368,6 +369,24 @@ async def test_a_lease_is_renewed_through_any_node_and_ends_without_renewals(
     took_s = quorum.world.loop.time() - began
     assert TTL_S - 0.1 <= took_s <= TTL_S + 0.1
     assert (await clients[2].ask(RenewLease, lease)).code is ErrorCode.LEASE_GONE
+
+
+@with_quorum
+async def test_any_node_tells_what_is_left_of_leases(quorum: Quorum) -> None:
+    clients = [Client(service) for service in quorum.services.values()]
+    lease, other = await granted(clients[0]), await granted(clients[0], 2)
+    await asyncio.sleep(TTL_S / 2)
+    assert isinstance(await clients[0].ask(RenewLease, lease), LeaseRenewed)
+    for client in clients:
+        told = await client.ask(LeaseTimesRequest, (lease, other, 999))
+        assert told.remaining_s == (
+            pytest.approx(TTL_S, abs=0.1),
+            pytest.approx(TTL_S / 2, abs=0.1),
+            None,
+        )
+    await asyncio.sleep(0.75 * TTL_S)
+    told = await clients[1].ask(LeaseTimesRequest, (lease, other))
+    assert told.remaining_s == (pytest.approx(TTL_S / 4, abs=0.1), None), "looking renews nothing"
 
 
 @with_quorum

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,37 @@ async def test_leases_that_are_shown_are_looked_at_once_each(place: Place) -> No
         await asyncio.sleep(TTL_S)
         ((_, (remaining_s, _, ttl_s)),) = hub.board.topics["leases"].items()
         assert remaining_s > TTL_S / 3, "it is renewed"
+
+
+class Apart(Counted):
+    """A store whose entries say nothing of their leases, as those of a quorum."""
+
+    async def get(self, key: str) -> Entry | None:
+        found = await self._store.get(key)
+        return None if found is None else found._replace(remaining_s=None)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return [each._replace(remaining_s=None) for each in await self._store.list(prefix)]
+
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        return dict.fromkeys(leases, 4.0)
+
+
+@virtual
+async def test_leases_are_looked_at_apart_where_entries_do_not_tell(place: Place) -> None:
+    session = await place.open()
+    wrapped: Any = Apart
+    async with (
+        session.member("workers", name="w1"),
+        leading(session, "e", "a"),
+        observed(place, wrap=wrapped) as hub,
+    ):
+        hub.board.open_page().show(["elections/e"])
+        hub.shown_changed()
+        await until(lambda: hub.board.topics.get("leases"))
+        ((_, (remaining_s, _, ttl_s)),) = hub.board.topics["leases"].items()
+        assert (remaining_s, ttl_s) == (4.0, TTL_S)
+        await until(lambda: hub.board.topics["members"][0]["heard"])
 
 
 @virtual

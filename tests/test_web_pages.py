@@ -122,6 +122,8 @@ def test_a_quorum_whose_leaders_are_killed_and_frozen(tmp_path: Path, browser: B
             led_anew("[data-process='ask {who}']")
             led_anew("[data-process='kill {who}']")
             expect(page.locator("#detail tbody tr")).to_have_count(2)
+            expect(page.locator("#detail tbody tr").first).to_contain_text("lease ran out")
+            expect(demo.locator(".lease .track")).to_be_visible()
             led_anew("[data-process='freeze {who}']")
             demo.locator(".lane .g").first.hover()
             expect(page.locator("#tip")).to_contain_text("Nobody led for")

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import unquote
@@ -88,6 +88,8 @@ class Hub:
         self._since: float | None = None
         self._error = ""
         self._times: deque[float] = deque(maxlen=200)
+        self._entries_tell: bool | None = None
+        """Whether entries say what is left of their leases; None until one was seen."""
         self.samples: dict[str, deque[tuple[float, float]]] = {}
         """For leases that are shown: when each was looked at, and what was left of it."""
 
@@ -164,17 +166,28 @@ class Hub:
         self._probe_now.set()
 
     async def _look_at_leases(self) -> None:
-        shown: dict[str, str] = {}
+        shown: dict[str, Entry] = {}
         for key in self.board.shown():
             row = self.board.rows.get(key)
             if row is not None and row.record is not None and row.record.lease is not None:
-                shown.setdefault(row.record.lease, row.record.key)
-        looks = [self.call(self.core.store.get(key)) for key in shown.values()]
-        for found in await asyncio.gather(*looks, return_exceptions=True):
-            if isinstance(found, Entry):
-                self._sight(found, sample=True)
+                shown.setdefault(row.record.lease, row.record)
+        known = await self.remaining(shown) if self._entries_tell is not True else {}
+        if shown and not known and self._entries_tell is not False:
+            looks = [self.call(self.core.store.get(entry.key)) for entry in shown.values()]
+            for found in await asyncio.gather(*looks, return_exceptions=True):
+                if isinstance(found, Entry):
+                    self._entries_tell = found.remaining_s is not None
+                    self._sight(found, sample=True)
+        for lease, left_s in known.items():
+            self._sight(shown[lease]._replace(remaining_s=left_s), sample=True)
         self.samples = {lease: self.samples[lease] for lease in shown if lease in self.samples}
         self._tell_leases(shown)
+
+    async def remaining(self, leases: Collection[str]) -> Mapping[str, float]:
+        """What is left of leases, where the store tells that apart from entries."""
+        if not leases:
+            return {}
+        return await self.call(self.core.store.remaining([*leases]))
 
     def _sight(self, entry: Entry, *, sample: bool = False) -> None:
         """Note what is left of the lease of an entry."""
@@ -188,7 +201,7 @@ class Hub:
             kept = self.samples.setdefault(entry.lease, deque(maxlen=SAMPLES))
             kept.append((round(now, 2), round(entry.remaining_s, 2)))
 
-    def _tell_leases(self, shown: dict[str, str]) -> None:
+    def _tell_leases(self, shown: Iterable[str]) -> None:
         sights = {}
         for lease in shown:
             sight = self.board.leases.get(lease)

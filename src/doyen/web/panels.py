@@ -142,6 +142,8 @@ class GroupPanel(PagePanel):
 
     async def read(self) -> list[dict[str, Any]]:
         entries = await self.hub.call(self.hub.core.store.list("members"))
+        untold = [entry.lease for entry in entries if entry.lease and entry.remaining_s is None]
+        left = await self.hub.remaining(dict.fromkeys(untold))
         now = self.hub.board.wall()
         alive = set()
         for entry in entries:
@@ -156,6 +158,8 @@ class GroupPanel(PagePanel):
                 member = HeardMember(group, name, entry.revision, value)
                 self._members[entry.key] = member
             member.value = value
+            if entry.remaining_s is None:
+                entry = entry._replace(remaining_s=left.get(entry.lease))  # noqa: PLW2901
             member.look(entry, now)
         for key, member in list(self._members.items()):
             if key not in alive:

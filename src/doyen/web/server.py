@@ -39,7 +39,7 @@ from doyen.web.terms import clipped
 __all__ = ["Access", "make_app"]
 
 ASSETS = Path(__file__).parent / "assets"
-COALESCE_S = 0.05
+COALESCE_S = 0.025
 """The shortest time between two messages to one page."""
 BODY_BYTES = 64 * 1024
 LINE = 200

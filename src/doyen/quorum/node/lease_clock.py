@@ -91,6 +91,13 @@ class LeaseClock:
             self._spared.discard(lease)
         return True
 
+    def left(self, lease: int, now: float) -> float | None:
+        """What is left of a lease; None if it has ended, or its time has not begun."""
+        until = self._until.get(lease)
+        if until is None or not self.confirmed(lease):
+            return None
+        return max(0.0, until - now)
+
     def confirmed(self, lease: int) -> bool:
         """Whether a renewal counts, now that a majority has confirmed the leader."""
         return lease not in self.ending and self._keyspace.lease(lease) is not None

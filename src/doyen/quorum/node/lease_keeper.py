@@ -10,7 +10,8 @@ one, sets the quota that this node was given, and removes the keys of ended leas
 time.
 
 `Renewals` takes the renewals of a node's clients to the node that leads, those of one turn of the
-event loop in one call. Both live on the driver's event loop.
+event loop in one call; `LeaseLooks` asks it what is left of leases. All live on the driver's event
+loop.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ from doyen.quorum.node.leader_calls import Answer
 from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.proposals import Settle
 from doyen.quorum.node.replicated import KEYSPACE
-from doyen.quorum.protocol.requests import ErrorCode, LeaseRenewed, RenewLease
+from doyen.quorum.protocol.requests import (
+    MAX_LEASES,
+    ErrorCode,
+    LeaseRenewed,
+    LeaseTimes,
+    LeaseTimesRequest,
+    RenewLease,
+)
 
 TIMER_S: Final = 1e-3
 """The shortest wait for the end of a lease."""
@@ -58,7 +66,17 @@ CHECK_S: Final = 1.0
 CONFIRMED, GONE, NOT_NOW = 0, 1, 2
 """The verdict on a renewal: it counts; its lease has ended; ask again."""
 
+LEFT: Final = "left"
+"""The key of a question for what is left of leases. Nodes of the first release do not know it, and
+answer it with nothing."""
+
 decode_leases: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
+decode_question: Callable[[bytes], list[int] | dict[str, list[int]]] = msgspec.msgpack.Decoder(
+    list[int] | dict[str, list[int]]
+).decode
+decode_left: Callable[[bytes], list[float | None]] = msgspec.msgpack.Decoder(
+    list[float | None]
+).decode
 
 
 class KeyspaceLeases:
@@ -163,12 +181,15 @@ class KeyspaceLeases:
     # Renewals.
 
     def asked(self, question: bytes, answer: Answer) -> None:
-        """A node forwards renewals to this one, which leads."""
+        """A node forwards renewals to this one, which leads, or asks what is left of leases."""
         arrived_at = self._now()
         try:
-            leases = decode_leases(question)
+            leases = decode_question(question)
         except MsgspecError:
             answer(b"")
+            return
+        if isinstance(leases, dict):
+            answer(encode(self._left(leases.get(LEFT, []), arrived_at)))
             return
         if self._clock is None:
             if self._leading:
@@ -177,6 +198,10 @@ class KeyspaceLeases:
                 answer(encode([NOT_NOW] * len(leases)))
             return
         self._renew(leases, arrived_at, answer)
+
+    def _left(self, leases: list[int], now: float) -> list[float | None]:
+        clock = self._clock
+        return [None if clock is None else clock.left(lease, now) for lease in leases]
 
     def _renew(self, leases: list[int], arrived_at: float, answer: Answer) -> None:
         clock = self._clock
@@ -366,3 +391,27 @@ class Renewals:
         if len(verdicts) != len(leases):
             verdicts = [NOT_NOW] * len(leases)
         return verdicts, "the leader has changed, or is about to end this lease"
+
+
+class LeaseLooks:
+    """What is left of leases, for this node's clients."""
+
+    def __init__(self, driver: Driver, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """`start` runs a task."""
+        self._driver = driver
+        self._start = start
+
+    def look(self, client: ServedClient, request: LeaseTimesRequest) -> None:
+        self._start(self._look(client, request))
+
+    async def _look(self, client: ServedClient, request: LeaseTimesRequest) -> None:
+        leases = list(request.leases[:MAX_LEASES])
+        try:
+            left = decode_left(await self._driver.ask_leader(encode({LEFT: leases})))
+        except DoyenError as error:
+            client.fail(request.id, ErrorCode.UNAVAILABLE, str(error))
+        except MsgspecError:
+            # A leader of the first release.
+            client.send(LeaseTimes(request.id, (None,) * len(leases)))
+        else:
+            client.send(LeaseTimes(request.id, tuple(left)))

@@ -41,6 +41,7 @@ NEEDED: dict[type[requests.Request], Role] = {
     requests.Scan: "onlooker",
     requests.Head: "onlooker",
     requests.Ahead: "onlooker",
+    requests.LeaseTimesRequest: "onlooker",
     requests.WatchRequest: "onlooker",
     requests.CancelWatch: "onlooker",
     requests.IdentifyClient: "onlooker",

@@ -34,7 +34,7 @@ from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node import roles
 from doyen.quorum.node.clients import ServedClient
 from doyen.quorum.node.driver import Driver
-from doyen.quorum.node.lease_keeper import KeyspaceLeases, Renewals
+from doyen.quorum.node.lease_keeper import KeyspaceLeases, LeaseLooks, Renewals
 from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.membership import not_founded
 from doyen.quorum.node.replicated import KEYSPACE
@@ -105,6 +105,7 @@ class Service:
             requests.IdentifyClient: self._identify,
             requests.Write: self._write,
             requests.RenewLease: renewals.renew,
+            requests.LeaseTimesRequest: LeaseLooks(driver, self._start).look,
             requests.WatchRequest: self._watches.add,
             requests.CancelWatch: self._watches.remove,
             requests.StatusRequest: self._inquire,
@@ -334,6 +335,7 @@ class Service:
             keyspace.alarm,
             self._refusals(),
             tuple(self._missing()),
+            True,
         )
 
     def _administer(self, client: ServedClient, request: requests.Administer) -> None:

@@ -33,6 +33,8 @@ MAX_LEVELS: Final = 64
 MAX_VALUE: Final = 1_000_000
 MAX_WRITES: Final = 256
 """Writes in one frame."""
+MAX_LEASES: Final = 500
+"""Leases of which one request reads what is left."""
 MIN_TTL_S: Final = 0.5
 MAX_TTL_S: Final = 366 * 86400.0
 
@@ -134,6 +136,14 @@ class BackupRequest(Request, frozen=True, gc=False, tag=11):
     """Read the whole state, as of one instant, for a backup. → BackupChunk, several"""
 
     id: int
+
+
+class LeaseTimesRequest(Request, frozen=True, gc=False, tag=12):
+    """Read what is left of leases, on the clock of the leader. → LeaseTimes"""
+
+    id: int
+    leases: tuple[int, ...]
+    """At most `MAX_LEASES`; more are not answered."""
 
 
 class Response(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -244,12 +254,22 @@ class NodeStatus(Response, frozen=True, gc=False, tag=8):
     """Members to which this node cannot connect because one of the two refuses, with the reason."""
     missing: tuple[str, ...] = ()
     """The nodes that this one waits for to found the cluster with it."""
+    lease_times: bool = False
+    """Whether it answers `LeaseTimesRequest`."""
 
 
 class Administered(Response, frozen=True, gc=False, tag=9):
     """The change is in effect."""
 
     id: int
+
+
+class LeaseTimes(Response, frozen=True, gc=False, tag=11):
+    """What is left of each lease in seconds; None if it has ended. The leader has not asked a
+    majority, so this is for people to look at."""
+
+    id: int
+    remaining_s: tuple[float | None, ...]
 
 
 class BackupOrigin(Struct, frozen=True, array_like=True):
@@ -283,6 +303,7 @@ Requests = (
     | StatusRequest
     | Administer
     | BackupRequest
+    | LeaseTimesRequest
 )
 Answers = (
     WriteResults
@@ -295,6 +316,7 @@ Answers = (
     | NodeStatus
     | Administered
     | BackupChunk
+    | LeaseTimes
 )
 
 decode_request: Callable[[bytes], Requests] = msgspec.msgpack.Decoder(Requests).decode

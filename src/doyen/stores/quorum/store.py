@@ -38,6 +38,7 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.protocol.frames import NOT_FOUNDED
 from doyen.quorum.protocol.requests import (
+    MAX_LEASES,
     MAX_VALUE,
     MIN_TTL_S,
     Administer,
@@ -46,6 +47,8 @@ from doyen.quorum.protocol.requests import (
     BackupRequest,
     Get,
     Head,
+    LeaseTimes,
+    LeaseTimesRequest,
     NodeStatus,
     RenewLease,
     Scan,
@@ -90,6 +93,7 @@ class QuorumStore(GuardedStore):
         self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._cluster = ExpectedCluster(cluster)
+        self._tells_lease_times = False
         first = random.randrange(len(nodes))  # so that clients are spread over the nodes
         self._requests, self._renewals = (
             QuorumConnection(
@@ -116,6 +120,7 @@ class QuorumStore(GuardedStore):
                     )
                     raise Electing(f"{error}: {remedy}") from error
                 await asyncio.sleep(ELECTING_S)
+        self._tells_lease_times = status.lease_times
         notice_s = ELECTIONS * status.election_s
         self.capabilities = replace(self.capabilities, notice_s=notice_s)
         if token_floor:
@@ -206,6 +211,21 @@ class QuorumStore(GuardedStore):
         self._require_usable()
         records: list[StoredEntry] = await self._requests.ask(lambda id: Scan(id, prefix))  # noqa: A006
         return [_entry(record) for record in records]
+
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        self._require_usable()
+        if not self._tells_lease_times:
+            return {}
+        known: dict[str, float] = {}
+        for begin in range(0, len(leases), MAX_LEASES):
+            some = leases[begin : begin + MAX_LEASES]
+            numbers = tuple(int(lease) for lease in some)
+            response: LeaseTimes = await self._requests.ask(
+                lambda id, numbers=numbers: LeaseTimesRequest(id, numbers)  # type: ignore[misc]  # noqa: A006
+            )
+            told = zip(some, response.remaining_s, strict=False)
+            known |= {lease: left_s for lease, left_s in told if left_s is not None}
+        return known
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()

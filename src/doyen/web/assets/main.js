@@ -70,22 +70,28 @@ function summary() {
 }
 
 // ---- when what is drawn ----------------------------------------------------------------------
+// The rows that are shown are drawn at once; what sums them up, five times a second at most.
+let around = 0;
+function drawAround() {
+  if (around) return;
+  around = setTimeout(() => { around = 0; summary(); headline(); drawPanels(); }, document.body.dataset.painted ? 200 : 0);
+}
 onChange(() => {
-  if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.fitRange(); list.layout(); list.lanes(); detail(); summary(); }
+  if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.fitRange(); list.layout(); list.lanes(); detail(); }
   else if (state.changed.size) {
     if (list.view.sort !== 'name') list.reorder();
     list.layout(state.changed);
     if (state.changed.has(list.view.selected)) detail();
     state.changed.clear();
-    summary();
   }
-  headline();
-  drawPanels();
+  if (isLive() !== shownLive) { shownLive = isLive(); headline(); }
+  drawAround();
   if (list.view.order.length && !document.body.dataset.painted) {
     document.body.dataset.painted = '1';
     performance.mark('doyen-first-rows');
   }
 });
+let shownLive = false;
 let n = 0, was = null;
 function tick() {
   n++;
