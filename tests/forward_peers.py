@@ -167,6 +167,10 @@ def wsgi() -> Any:
         body = environ["wsgi.input"]
         request = environ["QUERY_STRING"].removeprefix("id=")
         term = environ["doyen.term"]
+        if environ["PATH_INFO"] == "/nowhere":
+            start_response("404 Not Found", [("content-length", "7")])
+            yield b"" if environ["REQUEST_METHOD"] == "HEAD" else b"nowhere"
+            return
         if environ["PATH_INFO"] == "/download":
             start_response("200 OK", [])
             yield b"first"
@@ -215,6 +219,7 @@ class Peer:
         self.kind, self.port = kind, port
         self.was_frozen = self.is_frozen = False
         self.address = f"http://127.0.0.1:{port}"
+        self.socket = f"ws://127.0.0.1:{port}"
         given = {"store": store, "ledger": str(ledger), "address": self.address, "trust": trust}
         command = [sys.executable, "-m"]
         if kind == "asgi":
@@ -236,6 +241,11 @@ class Peer:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self._process.wait()
+
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
+        self.kill()
+        yield
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

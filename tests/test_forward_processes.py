@@ -7,13 +7,13 @@ tokens only grow. No client waits longer than the bounds allow.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from websockets.asyncio.client import connect
 
 import doyen
 from fixtures import shared
-from forward_peers import ANSWER_S, ELECTION, PATIENCE_S, TTL_S, WAIT_S, Answer, Peers, poll
+from forward_peers import ANSWER_S, ELECTION, PATIENCE_S, TTL_S, WAIT_S, Answer, Peer, Peers, poll
 from servers import QuorumCluster
 
 LATE_S = 5.0
@@ -133,6 +133,12 @@ def test_bodies_are_streamed_and_a_frozen_leader_is_not_waited_for(peers: Peers)
     leader, follower = peers.leader(), peers.follower()
 
     upload = http.client.HTTPConnection("127.0.0.1", follower.port, timeout=PATIENCE_S)
+    for method in ("HEAD", "GET"):
+        upload.request(method, "/nowhere")
+        response = upload.getresponse()
+        assert (response.status, bool(response.read())) == (404, method == "GET")
+        for name in ("date", "server", "content-length"):
+            assert len(response.headers.get_all(name)) == 1  # type: ignore[arg-type]
     upload.putrequest("POST", "/upload?id=upload")
     upload.putheader("transfer-encoding", "chunked")
     upload.endheaders()
@@ -176,7 +182,7 @@ def executed(peers: Peers, request: str) -> bool:
 async def test_websockets_are_forwarded_and_end_with_the_leader(tmp_path: Path) -> None:
     with Peers(f"sqlite://{tmp_path}/doyen.db", "asgi", tmp_path) as peers:
         leader, follower = peers.leader(), peers.follower()
-        url = f"ws://127.0.0.1:{follower.port}"
+        url = follower.socket
         options: Any = {"max_size": None, "subprotocols": ["chat"]}
         async with connect(f"{url}/ws?id=first", **options) as socket:
             assert socket.subprotocol == "chat"
@@ -190,16 +196,24 @@ async def test_websockets_are_forwarded_and_end_with_the_leader(tmp_path: Path) 
         with pytest.raises(websockets.InvalidStatus) as refused:
             await connect(f"{url}/nowhere")
         assert refused.value.response.status_code == 403
-        async with connect(f"{url}/ws?id=second") as socket:
-            await socket.send("up")
-            assert await socket.recv() == "up"
-            await asyncio.to_thread(leader.kill)
-            with pytest.raises(websockets.ConnectionClosed):
-                await socket.recv()
-            assert socket.close_code == 1012
-        async with connect(f"{url}/ws?id=third") as socket:  # waits for the next leader
-            await socket.send("up")
+        await ends(follower, "second", leader.frozen)
+        leader, follower = peers.leader(), peers.follower()
+        await ends(follower, "third", leader.killed)
+        async with connect(f"{follower.socket}/ws?id=fourth") as socket:
+            await socket.send("up")  # has waited for the next leader
             assert await socket.recv() == "up"
         executions = peers.executions()
-        assert [each.request for each in executions] == ["first", "second", "third"]
-        assert executions[1].token < executions[2].token
+        assert [each.request for each in executions] == ["first", "second", "third", "fourth"]
+        assert executions[1].token < executions[2].token < executions[3].token
+
+
+async def ends(
+    follower: Peer, request: str, fate: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """A websocket ends with code 1012 when this happens to the leader."""
+    async with connect(f"{follower.socket}/ws?id={request}") as socket:
+        await socket.send("up")
+        assert await socket.recv() == "up"
+        with fate(), pytest.raises(websockets.ConnectionClosed):
+            await socket.recv()
+        assert socket.close_code == 1012

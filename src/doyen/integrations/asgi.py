@@ -210,6 +210,7 @@ class LeaderMiddleware:
         if not exchange.cancelled():
             return exchange.result()
         if not gone.cancelled():
+            gone.result()
             return None  # nobody waits for an answer
         log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error="replaced"))
         await passing.fail(502, "the leader was replaced before it answered")
