@@ -111,6 +111,8 @@ class Process:
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         term: Term = scope["doyen.term"]
+        while (await receive())["more_body"]:
+            pass
         await asyncio.sleep(self.world.draw.random() * 0.5)
         request = scope["path"].removeprefix("/")
         self.world.executed.append(Execution(request, term.token, term.valid))

@@ -423,6 +423,25 @@ async def test_a_leader_that_refuses_connections_is_tried_again(place: Place) ->
     await leading(place, use)
 
 
+@pytest.mark.parametrize("body", [None, b"data"])
+@virtual
+async def test_a_process_that_comes_to_lead_serves_what_it_could_not_forward(
+    place: Place, body: bytes | None
+) -> None:
+    b = Peer(Pool(), B)
+    b.view.observed(leader(0))
+    headers = [] if body is None else [(b"content-length", b"4")]
+    data = None if body is None else chunks(body)
+    request = asyncio.create_task(call(b.middleware, method="POST", headers=headers, body=data))
+    await asyncio.sleep(1)
+
+    async def use(term: Term) -> None:
+        with b.view.leading(term):
+            assert (await request)[:2] == (200, body or b"")
+
+    await leading(place, use)
+
+
 @pytest.mark.parametrize("error", [httpcore2.ReadError, httpcore2.RemoteProtocolError])
 @virtual
 async def test_nothing_is_sent_again_that_may_have_been_carried_out(

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import httpcore2
 
+from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.integrations.forwarding import (
     AGAIN_S,
@@ -98,15 +100,15 @@ class LeaderMiddleware:
         rules, view = self._rules, self._rules.view
         method, target = scope.get("method", "GET").encode(), _target(scope)
         forwarded = rules.read(scope["headers"], method, target)
-        again = receive
+        incoming = _Incoming(receive)
         if scope["type"] == "websocket":
-            receive, again = await _connected(receive)
+            await incoming.receive()  # websocket.connect
         until = asyncio.get_running_loop().time() + rules.patience_s(forwarded)
         while True:
             seen = view.state
             decision = rules.decide(forwarded)
             if isinstance(decision, ServeHere):
-                await self._serve(decision.term, scope, again, send)
+                await self._serve(decision.term, scope, incoming.from_the_beginning, send)
                 return
             again_s = rules.wait_s
             if isinstance(decision, SendTo):
@@ -114,7 +116,7 @@ class LeaderMiddleware:
                     location = decision.origin.encode() + target
                     await _redirect(scope, send, location)
                     return
-                why = await self._forward(decision, scope, receive, send)
+                why = await self._forward(decision, scope, incoming.receive, send)
                 if why is None:
                     return
                 again_s = AGAIN_S
@@ -138,13 +140,12 @@ class LeaderMiddleware:
 
     async def _serve(self, term: Term, scope: Scope, receive: Receive, send: SendMessage) -> None:
         """Run the application, and end it with the term."""
-        started = ended = accepted = False
+        started = ended = False
 
         async def sending(message: Message) -> None:
-            nonlocal started, ended, accepted
+            nonlocal started, ended
             term.check()  # nothing is answered after the term
             started = started or message["type"] == "http.response.start"
-            accepted = accepted or message["type"] == "websocket.accept"
             ended = message["type"] == "websocket.close" or (
                 message["type"] == "http.response.body" and not message.get("more_body", False)
             )
@@ -167,10 +168,14 @@ class LeaderMiddleware:
             raise
         finally:
             term._forget(lost)
+        failure = None if serving.cancelled() else serving.exception()
         if term.valid or ended:
-            if not serving.cancelled():
-                serving.result()
-        elif scope["type"] == "websocket":
+            if failure is not None:
+                raise failure
+            return
+        if failure is not None and not isinstance(failure, LeadershipLost):
+            log.warning("%s", log_line(event="request_failed", term=term), exc_info=failure)
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": SERVICE_RESTART})
         elif not started:
             await _answer(send, 503, "the term ended; the request may have been carried out")
@@ -318,6 +323,24 @@ class _PassedRequest:
         await _answer(self._send, status, f"{why}; the request may have been carried out")
 
 
+class _Incoming:
+    """The messages of a client. Attempts to forward receive the first ones, which do not have any
+    data yet; if this process becomes the leader meanwhile, the application receives them too."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._received: deque[Message] = deque()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] != "websocket.receive" and not message.get("body"):
+            self._received.append(message)
+        return message
+
+    async def from_the_beginning(self) -> Message:
+        return self._received.popleft() if self._received else await self._receive()
+
+
 class _Body:
     """The body of a request that is forwarded, and whether its client has gone."""
 
@@ -373,17 +396,6 @@ def _target(scope: Scope) -> bytes:
     root = scope.get("app_root_path", scope.get("root_path", "")).encode()
     query: bytes = scope.get("query_string", b"")
     return path.partition(b"?")[0].removeprefix(root) + (b"?" + query if query else b"")
-
-
-async def _connected(receive: Receive) -> tuple[Receive, Receive]:
-    """Receive the first message of a websocket. Returns how to receive what follows it, and how to
-    receive all from the beginning."""
-    waiting = [await receive()]
-
-    async def again() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return receive, again
 
 
 async def _refuse(scope: Scope, send: SendMessage, why: RefuseRequest) -> None:
