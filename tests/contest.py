@@ -283,7 +283,8 @@ async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
                     term.check()
                     await asyncio.sleep(0.01)
 
-    async with doyen.connect(url, ttl_s=ttl_s, audit=audit) as session:
+    # A server that is being restarted may refuse the first connection.
+    async with doyen.connect(url, ttl_s=ttl_s, audit=audit, wait_s=60) as session:
         running = asyncio.ensure_future(campaign(session))
         asyncio.get_running_loop().add_reader(0, running.cancel)
         await asyncio.wait({running})

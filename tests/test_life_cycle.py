@@ -4,6 +4,8 @@ and health."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -235,3 +237,25 @@ def test_while_leader_refuses_what_is_wrong_when_it_decorates() -> None:
     wrong = {"recipe": "queue"}
     with pytest.raises(ConfigError, match="recipe is"):
         doyen.while_leader("e", **wrong)
+
+
+def test_dir_and_help_show_the_api() -> None:
+    """In a fresh interpreter, where no name has been used yet."""
+    program = (
+        "import doyen, pydoc, sys; assert not [m for m in sys.modules if m.startswith('doyen.')];"
+        "assert {*doyen.__all__} <= {*dir(doyen)};"
+        "print(pydoc.render_doc(doyen, renderer=pydoc.plaintext))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+    for name in (
+        "class Session",
+        "class BlockingSession",
+        "connect(",
+        "while_leader(",
+        "candidate(",
+    ):
+        assert name in shown.stdout
+    assert "Campaign for `election`" in shown.stdout

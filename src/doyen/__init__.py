@@ -129,6 +129,10 @@ _HOMES = (
 )
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name in __all__:
         from importlib import import_module
