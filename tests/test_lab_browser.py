@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -240,11 +241,11 @@ def test_plots_of_a_comparison_can_be_switched(browser: Browser, tmp_path: Path)
 @pytest.fixture
 def played() -> Iterator[str]:
     """The address of a server of pages that can be changed."""
-    command = [sys.executable, "-m", "doyen", "lab", "play", "--port", "0"]
+    command = [sys.executable, "-m", "doyen", "lab", "play", "--listen", "127.0.0.1:0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            yield json.loads(process.stdout.readline())["url"]
         finally:
             process.terminate()
 

@@ -17,6 +17,7 @@ from doyen.cli._output import (
     add_actions,
     add_option,
     console,
+    follow,
     print_json,
     seconds,
 )
@@ -81,17 +82,6 @@ def number(text: str) -> int:
     return int(text)
 
 
-def port(text: str) -> int:
-    """The argparse type of a port number; 0 stands for any.
-
-    >>> port("8037")
-    8037
-    """
-    if not (text.isascii() and text.isdigit() and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port number")
-    return int(text)
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     action = add_actions(parser)
     one = action("run", "run one seed")
@@ -140,8 +130,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "files", nargs="*", metavar="FILE", help="saved runs to begin with, besides the scenarios"
     )
-    add_option(served, "--host ADDRESS", "the address to listen on", "127.0.0.1")
-    add_option(served, "--port N", "the port to listen on (0: any)", "8037", type=port)
+    address = "the address to serve on, of this machine; port 0 is any"
+    add_option(served, "--listen HOST:PORT", address, "127.0.0.1:7481")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -610,14 +600,26 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _play(args: argparse.Namespace) -> int:
     from doyen.lab import runner
-    from doyen.lab.pages.play import serve
+    from doyen.web.serving import listen, require_web
 
+    require_web()
     runs = {}
     for file in args.files:
         if not Path(file).is_file():
             raise ConfigError(f"the file {file} does not exist")
         runs[file] = runner.read_file(Path(file)).plan
-    return serve(args.host, args.port, runs, ready=lambda url: print(url, flush=True))
+    listener = listen(args.listen)
+
+    def ready() -> None:
+        if args.json:
+            print_json({"url": listener.url})
+        else:
+            console().print(f"the lab is at {listener.url}")
+
+    from doyen.lab.pages.play import serve
+
+    with listener.socket:
+        return follow(serve(listener, runs, ready))
 
 
 _ACTIONS = {

@@ -36,7 +36,7 @@ from doyen.web.observation import StoreObservation
 from doyen.web.panels import config_detail
 from doyen.web.terms import clipped
 
-__all__ = ["Access", "make_app"]
+__all__ = ["Access", "Guard", "error_response", "json_object", "make_app"]
 
 ASSETS = Path(__file__).parent / "assets"
 COALESCE_S = 0.025
@@ -45,13 +45,13 @@ BODY_BYTES = 64 * 1024
 LINE = 200
 """How many candidates of a line a page is sent."""
 META = 4000
+NO_TOKEN = "the token is missing or wrong: open the address as printed"
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = [
-    (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
@@ -91,12 +91,13 @@ class Access:
         return bool(self.token) and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-class _Guard:
+class Guard:
     """Refuses requests from elsewhere, and adds the headers that every response has."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, policy: str = POLICY) -> None:
         self._app = app
         self._access = access
+        self._headers = [*HEADERS, (b"content-security-policy", policy.encode())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,7 +105,7 @@ class _Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *HEADERS]}
+                message = {**message, "headers": [*message["headers"], *self._headers]}
             await send(message)
 
         refusal = self._refusal(Request(scope))
@@ -115,19 +116,20 @@ class _Guard:
         headers = request.headers
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or not self._access.knows(host):
-            return _error(
+            return error_response(
                 421, f"this server is not reached as {clipped(host, 100)!r}; start it with --host"
             )
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            return _error(403, "requests of other origins are refused")
+            return error_response(403, "requests of other origins are refused")
         foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         if foreign and request.url.path != "/":
-            return _error(403, "requests of other sites are refused")
+            return error_response(403, "requests of other sites are refused")
         return None
 
 
-def _error(status: int, text: str) -> JSONResponse:
+def error_response(status: int, text: str) -> JSONResponse:
+    """A response that says why a request was not carried out."""
     return JSONResponse({"error": text}, status_code=status)
 
 
@@ -166,7 +168,9 @@ class _Server:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             if self._access.reading_needs_token and not self._access.has_token(request):
-                return _error(401, "the token is missing or wrong: open the address as printed")
+                return error_response(
+                    401, "the token is missing or wrong: open the address as printed"
+                )
             return await serve(request)
 
         return guarded
@@ -174,7 +178,7 @@ class _Server:
     async def _asset(self, request: Request) -> Response:
         found = _assets().get(request.path_params.get("name", "index.html"))
         if found is None:
-            return _error(404, "there is no such file")
+            return error_response(404, "there is no such file")
         content, kind, tag = found
         headers = {"cache-control": "no-cache", "etag": tag}
         if request.headers.get("if-none-match") == tag:
@@ -208,11 +212,11 @@ class _Server:
             board.close_page(page)
 
     async def _view(self, request: Request) -> Response:
-        asked = await _body(request)
+        asked = await json_object(request)
         page = self._observation.board.pages.get(str(asked.get("page")))
         keys = asked.get("keys")
         if page is None or not isinstance(keys, list):
-            return _error(404, "this page is not open")
+            return error_response(404, "this page is not open")
         page.show(str(key) for key in keys)
         hub = self._observation.hub
         if hub is not None:
@@ -223,7 +227,7 @@ class _Server:
         observation = self._observation
         row = observation.board.rows.get(request.query_params.get("key", ""))
         if row is None:
-            return _error(404, "there is no such election")
+            return error_response(404, "there is no such election")
         claim = None if row.record is None else Claim.decode(row.record.value)
         lease = row.record.lease if row.record is not None else None
         hub = observation.hub
@@ -245,33 +249,33 @@ class _Server:
         hub = self._observation.hub
         name, version = request.query_params.get("name", ""), request.query_params.get("version")
         if hub is None:
-            return _error(503, "the store does not answer")
+            return error_response(503, "the store does not answer")
         try:
             number = int(version) if version and version.isdecimal() else None
             found = await config_detail(hub, name, number)
         except StoreError as error:
-            return _error(503, str(error))
+            return error_response(503, str(error))
         except ConfigError as error:
-            return _error(400, str(error))
-        return _error(404, "there is none") if found is None else JSONResponse(found)
+            return error_response(400, str(error))
+        return error_response(404, "there is none") if found is None else JSONResponse(found)
 
     async def _act(self, request: Request) -> Response:
         if not self._access.allow_actions:
-            return _error(403, "actions are off: start the server with --allow-actions")
+            return error_response(403, "actions are off: start the server with --allow-actions")
         if not self._access.has_token(request):
-            return _error(401, "the token is missing or wrong: open the address as printed")
+            return error_response(401, NO_TOKEN)
         session, controls = self._observation.session, self._observation.controls
         if session is None:
-            return _error(503, "the store does not answer; nothing was done")
+            return error_response(503, "the store does not answer; nothing was done")
         by = request.client.host if request.client else "?"
         try:
-            done = await act(session, controls, await _body(request), by=by)
+            done = await act(session, controls, await json_object(request), by=by)
         except ConfigError as error:
-            return _error(400, str(error))
+            return error_response(400, str(error))
         except OrderFailed as error:
-            return _error(409, str(error))
+            return error_response(409, str(error))
         except DoyenError as error:
-            return _error(503, str(error))
+            return error_response(503, str(error))
         return JSONResponse({"done": done})
 
 
@@ -284,7 +288,7 @@ def _meta(claim: Claim) -> dict[str, str]:
     }
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def json_object(request: Request) -> dict[str, Any]:
     """The JSON object of a request. Raises `ConfigError` if there is none."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise ConfigError("the body of a request is application/json")
@@ -293,10 +297,12 @@ async def _body(request: Request) -> dict[str, Any]:
         async for piece in request.stream():
             body += piece
             if len(body) > BODY_BYTES:
-                raise ConfigError("the request is too large")
-        asked = json.loads(body)
+                break
+        asked = json.loads(body) if len(body) <= BODY_BYTES else None
     except (ValueError, RecursionError, ClientDisconnect) as error:
         raise ConfigError("the body of the request is not JSON") from error
+    if len(body) > BODY_BYTES:
+        raise ConfigError("the request is too large")
     if not isinstance(asked, dict):
         raise ConfigError("the body of the request is not an object")
     return asked
@@ -307,6 +313,6 @@ def make_app(observation: StoreObservation, access: Access) -> ASGIApp:
     routes = _Server(observation, access).routes()
 
     async def refused(_request: Request, error: Exception) -> Response:
-        return _error(400, str(error))
+        return error_response(400, str(error))
 
-    return _Guard(Starlette(routes=routes, exception_handlers={ConfigError: refused}), access)
+    return Guard(Starlette(routes=routes, exception_handlers={ConfigError: refused}), access)

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 from doyen.errors import ConfigError
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
     from doyen.web.observation import StoreObservation
     from doyen.web.server import Access
 
-__all__ = ["PageListener", "PageThread", "listen", "require_web", "serve"]
+__all__ = ["PageListener", "PageThread", "http_server", "listen", "require_web", "serve"]
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -100,32 +103,9 @@ async def serve(
     observation: StoreObservation, listener: PageListener, ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until cancelled."""
-    import uvicorn
-
     from doyen.web.server import make_app
 
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # signals are handled by the command
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
-
-    config = uvicorn.Config(
-        make_app(observation, listener.access),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        http="h11",
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=1,
-    )
-    server = Server(config)
+    server = http_server(make_app(observation, listener.access), ready)
     serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
     observing = asyncio.ensure_future(observation.run())
     try:
@@ -138,6 +118,34 @@ async def serve(
     for task in (serving, observing):
         if not task.cancelled() and (error := task.exception()) is not None:
             raise _cause(error)
+
+
+def http_server(app: ASGIApp, ready: Callable[[], None]) -> uvicorn.Server:
+    """A server for an application. It handles no signals; `ready` is called when it serves."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are handled by the command
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+    )
+    return Server(config)
 
 
 def _cause(error: BaseException) -> BaseException:

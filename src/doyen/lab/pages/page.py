@@ -18,10 +18,24 @@ import msgspec
 
 from doyen.errors import ConfigError
 
+SCRIPTS = {
+    "player": ("elements", "scene", "picture", "panels", "controls", "doing", "loading"),
+    "comparison": ("comparison",),
+    "index": ("index",),
+}
+"""The parts of the script of each page, in their order."""
+
 
 @cache
 def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _script(name: str) -> str:
+    folder = f"{name}/" if len(SCRIPTS[name]) > 1 else ""
+    parts = "\n".join(_part(f"{folder}{part}.js") for part in SCRIPTS[name])
+    return f"'use strict';\n(() => {{\n{parts}}})();\n"
 
 
 def page(film: dict[str, Any], *, name: str = "player", connect: bool = False) -> str:
@@ -31,7 +45,7 @@ def page(film: dict[str, Any], *, name: str = "player", connect: bool = False) -
     >>> page({"title": "</script>"}).count("</script>")
     2
     """
-    style, script = _part("player.css"), _part(f"{name}.js")
+    style, script = _part("page.css"), _script(name)
     fields = {
         "policy": escape(policy(style, script, connect=connect)),
         "title": escape(f"doyen lab: {film['title']}"[:200]),

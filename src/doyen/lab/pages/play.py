@@ -5,20 +5,14 @@ that is dropped. The server runs the plan again with it. Up to that instant the 
 from there on the real core shows what it does. The server keeps nothing: a page sends its whole
 plan, and its address contains it.
 
-Who may use it:
-
-- The `Host` of a request must be the address at which this server listens, so that a foreign page
-  whose name resolves to this machine (DNS rebinding) reads nothing.
-- A request with an `Origin` must come from one of this server's own pages, and so must whatever a
-  browser declares to be of another site.
-- The policy of every page allows its own script and connections to this server, and nothing else.
+It listens on this machine only. As on the page of a store, `Host` and `Origin` of every request
+must be its own (`doyen.web.server.Guard`), so that no foreign page can read or run anything. The
+policy of a page allows its own script and connections to this server, and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +20,12 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from doyen.errors import ConfigError
 from doyen.lab import runner
@@ -34,21 +34,9 @@ from doyen.lab.pages.page import page
 from doyen.lab.plan import Fault, Latencies, Plan
 from doyen.lab.protocols import PROTOCOLS
 from doyen.lab.scenarios import SCENARIOS
+from doyen.web.server import Access, Guard, error_response, json_object
+from doyen.web.serving import PageListener, http_server
 
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"doyen lab play needs {error.name}, which is not installed: pip install 'doyen[web]'"
-    ) from error
-
-BODY_BYTES = 64 * 1024
 SHORTEST_S = 8.0
 """How long a run is at least."""
 AFTERWARDS_S = 6.0
@@ -59,14 +47,8 @@ KINDS = (
     *("rate", "jump", "stall", "drop", "transfer"),
 )
 """What a reader can do."""
-HEADERS = [
-    (b"content-security-policy", b"frame-ancestors 'none'"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-]
+POLICY = "frame-ancestors 'none'"
+"""For all pages. The rest of the policy is in each page, with the hashes of its parts."""
 
 
 class PlayedRun(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -121,41 +103,6 @@ def played_film(run: PlayedRun, saved: Mapping[str, Plan]) -> dict[str, Any]:
     return {**film, "home": "/"}
 
 
-class OwnPagesOnly:
-    """Refuses requests that do not come from this server's own pages."""
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *HEADERS]}
-            await send(message)
-
-        if scope["type"] == "http":
-            refusal = self._refusal(Request(scope))
-            await (self._app if refusal is None else refusal)(scope, receive, with_headers)
-
-    def _refusal(self, request: Request) -> Response | None:
-        headers = request.headers
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
-            return _error(421, "this server is not reached under that name: use its own address")
-        origin = headers.get("origin")
-        if origin is not None and origin.lower() != f"http://{hosts[0].lower()}":
-            return _error(403, "requests of other origins are refused")
-        site = headers.get("sec-fetch-site", "none")
-        if site not in ("none", "same-origin") and request.url.path != "/":
-            return _error(403, "requests of other sites are refused")
-        return None
-
-
-def _error(status: int, text: str) -> JSONResponse:
-    return JSONResponse({"error": text}, status_code=status)
-
-
 @dataclass
 class PlayServer:
     """The routes."""
@@ -164,7 +111,7 @@ class PlayServer:
     _one: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One run at a time: each takes a processor for itself."""
 
-    def app(self, hosts: frozenset[str]) -> ASGIApp:
+    def app(self, access: Access) -> ASGIApp:
         routes = [
             Route("/", self._index),
             Route("/scenario/{name}", self._scenario),
@@ -174,11 +121,10 @@ class PlayServer:
         ]
 
         async def refused(_: Request, error: Exception) -> Response:
-            return _error(400, str(error))
+            return error_response(400, str(error))
 
-        return OwnPagesOnly(
-            Starlette(routes=routes, exception_handlers={ConfigError: refused}), hosts
-        )
+        served = Starlette(routes=routes, exception_handlers={ConfigError: refused})
+        return Guard(served, access, POLICY)
 
     async def _record(self, make: Callable[..., Any], *arguments: Any) -> Any:
         async with self._one:
@@ -205,7 +151,7 @@ class PlayServer:
     async def _scenario(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in SCENARIOS:
-            return _error(404, "there is no such scenario")
+            return error_response(404, "there is no such scenario")
         _, film = await self._record(record_scenario, name)
         return _html({**film, "home": "/"})
 
@@ -218,7 +164,7 @@ class PlayServer:
         names = list(self.saved)
         number: int = request.path_params["number"]
         if number >= len(names):
-            return _error(404, "there is no such run")
+            return error_response(404, "there is no such run")
         plan = self.saved[names[number]]
         if plan.world != "cores":  # whole nodes can be watched only
             _, _, film = await self._record(record_run, plan)
@@ -226,26 +172,17 @@ class PlayServer:
         return _html(await self._record(played_film, PlayedRun(saved=names[number]), self.saved))
 
     async def _run(self, request: Request) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            raise ConfigError("the body of a request is application/json")
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > BODY_BYTES:
-                raise ConfigError("the request is too large")
-        run = _converted(body, strict=True)
+        run = _converted(await json_object(request), strict=True)
         return Response(
             msgspec.json.encode(await self._record(played_film, run, self.saved)),
             media_type="application/json",
         )
 
 
-def _converted(asked: Any, *, strict: bool) -> PlayedRun:
+def _converted(asked: Mapping[str, Any], *, strict: bool) -> PlayedRun:
     try:
-        if isinstance(asked, bytes):
-            return msgspec.json.decode(asked, type=PlayedRun)
         return msgspec.convert(asked, PlayedRun, strict=strict)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         raise ConfigError(f"this is not a run: {error}") from error
 
 
@@ -257,60 +194,16 @@ def _html(film: dict[str, Any], name: str = "player") -> Response:
     return Response(page(film, name=name, connect=True), media_type="text/html; charset=utf-8")
 
 
-def serve(
-    host: str,
-    port: int,
-    saved: Mapping[str, Plan],
-    ready: Callable[[str], None] = lambda url: None,
-) -> int:
-    """Serve until interrupted. `ready` is called with the address."""
-    with _listening(host, port) as listener:
-        port = listener.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        hosts = frozenset(f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]", shown))
-        server = _Server(
-            uvicorn.Config(
-                PlayServer(saved).app(hosts),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        server.ready = lambda: ready(f"http://{shown}:{port}/")
-        server.run(sockets=[listener])
-    return 0
-
-
-class _Server(uvicorn.Server):
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready()
-
-
-def _listening(host: str, port: int) -> socket.socket:
+async def serve(
+    listener: PageListener, saved: Mapping[str, Plan], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until cancelled."""
+    if listener.access.reading_needs_token:
+        raise ConfigError("the lab serves this machine only: listen on 127.0.0.1")
+    server = http_server(PlayServer(saved).app(listener.access), ready)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError as error:
-        if host != "localhost":
-            raise ConfigError(
-                f"{host!r} is not an address of this machine, such as 127.0.0.1"
-            ) from error
-        address = ipaddress.ip_address("127.0.0.1")
-    if address.is_unspecified:
-        raise ConfigError(f"name one address to listen on, not {host}: pages are bound to it")
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((str(address), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose --port"
-        ) from error
-    return listener
+        await asyncio.wait({serving})
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving})
