@@ -38,7 +38,7 @@ ELECTION = "service"
 SECRET = "a secret of the processes"
 TTL_S = 1.5
 WAIT_S = 10.0
-ANSWER_S = 5.0
+ANSWER_S = 20.0
 PATIENCE_S = 40.0
 HERE = Path(__file__)
 

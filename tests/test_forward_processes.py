@@ -160,12 +160,12 @@ def test_bodies_are_streamed_and_a_frozen_leader_is_not_waited_for(peers: Peers)
     hanging.start()
     poll(lambda: executed(peers, "hang"))
     with leader.frozen():
-        hanging.join(2 * TTL_S + ANSWER_S + LATE_S)
+        hanging.join(ANSWER_S + LATE_S)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
         download.close()
         (answer,) = answers
-        assert answer.status in (502, 504)
+        assert answer.status == 502  # given up because it was replaced, before the time was up
         assert "may have been carried out" in answer.text
         assert follower.post("/do?id=after").status == 200
     assert Counter(each.request for each in peers.executions()) == {

@@ -25,6 +25,7 @@ import hashlib
 import hmac
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -260,6 +261,22 @@ class LeaderView:
         """Wait until another leads, or nobody."""
         while (seen := self.state)[0] is not None and seen[0].token == leader.token:
             await self.changed(seen, 3600.0)
+
+    def outlived(self, leader: Leader) -> Callable[[], bool]:
+        """A function that tells whether this leader has been replaced, and has had time to answer.
+        It has to be called from time to time."""
+        since: float | None = None
+
+        def over() -> bool:
+            nonlocal since
+            now = time.monotonic()
+            if self.leader is not None and self.leader.token == leader.token:
+                since = None
+            elif since is None:
+                since = now
+            return since is not None and now - since >= LAST_WORDS_S
+
+        return over
 
     def changed_blocking(self, seen: tuple[Leader | None, Term | None], within_s: float) -> bool:
         """The same on a thread."""

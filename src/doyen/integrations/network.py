@@ -1,18 +1,26 @@
-"""Connections to the leader, for httpcore2 on asyncio.
+"""Connections to the leader, for httpcore2.
 
-With uvloop, asking httpcore's stream about a socket that the other side has reset raises
-`AttributeError`. Such a stream is reported here as what it is: a connection that failed, or that
-can no longer be used.
+`Network`, on asyncio: with uvloop, asking httpcore's stream about a socket that the other side has
+reset raises `AttributeError`. Such a stream is reported as what it is: a connection that failed, or
+that can no longer be used.
+
+`BlockingNetwork`, on threads: nothing can interrupt a thread that waits for an answer. So it waits
+in slices, and asks in between whether the leader has been replaced.
 """
 
 from __future__ import annotations
 
 import ssl
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpcore2
 
-__all__ = ["Network"]
+__all__ = ["BlockingNetwork", "Network"]
+
+SLICE_S = 0.5
 
 
 class Network(httpcore2.AnyIOBackend):
@@ -58,4 +66,58 @@ class _Stream(httpcore2.AsyncNetworkStream):
     def get_extra_info(self, info: str) -> Any:
         if self.closed:
             return True if info == "is_readable" else None
+        return self._stream.get_extra_info(info)
+
+
+class BlockingNetwork(httpcore2.SyncBackend):
+    """Connects, and gives up an answer that is not worth waiting for."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def give_up_when(self, over: Callable[[], bool]) -> None:
+        """While this thread waits for an answer, ask this from time to time."""
+        self._of_thread.over = over
+
+    @property
+    def over(self) -> bool:
+        over: Callable[[], bool] | None = getattr(self._of_thread, "over", None)
+        return over is not None and over()
+
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore2.NetworkStream:
+        return _BlockingStream(super().connect_tcp(*args, **options), self)
+
+
+class _BlockingStream(httpcore2.NetworkStream):
+    def __init__(self, stream: httpcore2.NetworkStream, network: BlockingNetwork) -> None:
+        self._stream, self._network = stream, network
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                return self._stream.read(max_bytes, max(0.001, min(SLICE_S, left_s)))
+            except httpcore2.ReadTimeout:
+                if left_s <= SLICE_S:
+                    raise
+                if self._network.over:
+                    raise httpcore2.ReadError("the leader was replaced") from None
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, timeout)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.NetworkStream:
+        secure = self._stream.start_tls(ssl_context, server_hostname, timeout)
+        return _BlockingStream(secure, self._network)
+
+    def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

@@ -3,9 +3,8 @@
     app = LeaderMiddleware(app, view=view, secret=SECRET, trust=ADDRESSES)
 
 Rules are in `doyen.integrations.forwarding`; `doyen.integrations.asgi` is the same for ASGI. A
-request occupies its thread while it is forwarded, for `answer_s` at most if the leader is frozen.
-Two processes with one thread each that forward to each other would wait for each other that long,
-so run several threads.
+request occupies its thread while it is forwarded. Two processes with one thread each that forward
+to each other would wait for each other for up to `answer_s`, so run several threads.
 
 A WSGI application cannot be interrupted. When the term ends, its response is cut off at the next
 chunk; check `environ["doyen.term"].valid`, and fence what it writes.
@@ -39,6 +38,7 @@ from doyen.integrations.forwarding import (
     framed,
     returned,
 )
+from doyen.integrations.network import BlockingNetwork
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -68,8 +68,12 @@ class WSGILeaderMiddleware:
     ) -> None:
         self._app = app
         self._rules = ForwardingRules(**options)
+        self._network = BlockingNetwork()
         self._pool = pool or httpcore2.ConnectionPool(
-            retries=0, max_connections=1000, keepalive_expiry=IDLE_S
+            retries=0,
+            max_connections=1000,
+            keepalive_expiry=IDLE_S,
+            network_backend=self._network,
         )
         self._waiting = threading.Semaphore(self._rules.max_waiting)
 
@@ -151,6 +155,7 @@ class WSGILeaderMiddleware:
             content=chunks() if has_body else b"",
             extensions={"timeout": self._rules.timeouts},
         )
+        self._network.give_up_when(self._rules.view.outlived(to.leader))
         try:
             response = self._pool.handle_request(request)
         except UNSENT as error:
