@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -14,8 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doyen import LeadershipLost, Session, connect_blocking
 from doyen.audit import verify_lines
 from doyen.audit.evidence import read
+from doyen.election.options import SessionSettings
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -24,16 +28,20 @@ from doyen.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
+from doyen.events import Record, Unwarded
 from doyen.lease.clock import VirtualClock
+from doyen.lease.runtime import InlineRuntime
+from doyen.model import Entry, Lease
 from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.stores.port import Context, Store, open_store
+from doyen.stores.port import Context, Creation, Store, open_store
 from doyen.testing import run_virtual
 from doyen.warden import diagnosis, location
 from doyen.warden.child import interpreter
-from doyen.warden.client import portable_url
+from doyen.warden.client import NoWarden, portable_url
 from doyen.warden.diagnosis import Surroundings, findings
 from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, StoreKey, Witness
 from doyen.warden.holder import TICKS, FrozenWatch, HolderWatch, Ping, Verdict
+from doyen.warden.kernel import must_not_be_killed
 from doyen.warden.table import (
     TABLE_BYTES,
     LeaseTable,
@@ -592,3 +600,129 @@ def test_the_kill_mode_is_that_of_the_service(
 
 def test_this_machine_can_be_looked_at() -> None:
     assert [*findings(diagnosis.look())]
+
+
+# What the session registers
+
+
+class Recorded(NoWarden):
+    """Knows what is registered, and what ever was."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, bytes] = {}
+        self.ever: set[str] = set()
+        self.most_bodies = 0
+
+    def register(self, lease: Lease, warrant: bytes) -> None:
+        assert warrant
+        self.registered[lease.id] = warrant
+        self.ever.add(lease.id)
+
+    def withdraw(self, lease: Lease) -> None:
+        del self.registered[lease.id]
+
+    def bodies(self, number: int) -> None:
+        self.most_bodies = max(self.most_bodies, number)
+
+
+class Registering(MemoryStore):
+    """A store in which nothing is bound to a lease that is not registered."""
+
+    warding: Recorded
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        assert lease.id in self.warding.registered
+        return await super().create(key, value, lease)
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        assert lease.id in self.warding.registered
+        return await super().enqueue(line, value, lease, rank=rank)
+
+
+def test_every_lease_is_registered_before_its_first_use_and_withdrawn_when_given_up() -> None:
+    clock = VirtualClock()
+    warding = Recorded()
+
+    async def main() -> None:
+        runtime = InlineRuntime(clock)
+        store = Registering(MemoryServer(clock), Context(clock, lambda event: None))
+        store.warding = warding
+        settings = SessionSettings("memory://", ttl_s=3.0)
+        async with Session(settings, runtime, store, warding) as session:
+            async with session.member("group", name="a"), session.campaign("shared"):
+                assert len(warding.registered) == 1
+            with pytest.raises(LeadershipLost):
+                async with session.campaign("stalling", stall_after_s=60):
+                    assert len(warding.registered) == 2
+                    ordered = asyncio.ensure_future(session.resign("stalling"))
+                    await asyncio.sleep(30)
+            await ordered
+            await asyncio.sleep(1)
+            assert len(warding.registered) == 1
+            store._server.revoke(next(iter(warding.registered)))
+            await asyncio.sleep(5)
+            async with session.campaign("again"):
+                assert len(warding.registered) == 1
+        assert not warding.registered
+        assert len(warding.ever) == 4  # shared, of the campaign, of the order, shared again
+        assert warding.most_bodies == 1
+
+    run_virtual(main, clock=clock)
+
+
+# What is not killed
+
+
+def test_a_traced_process_and_one_that_changed_its_user_are_not_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traced = "import ctypes, time; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print(flush=True);"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{traced} time.sleep(60)"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert must_not_be_killed(process.pid) == "it is being traced"
+        process.kill()
+    assert must_not_be_killed(os.getpid()) == ""
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert must_not_be_killed(os.getpid()) == "it has changed its user"
+    assert "cannot be read" in must_not_be_killed(2**22 + 1)
+
+
+def test_without_a_pidfd_a_session_goes_on_without_a_warden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", none)
+    seen: list[Record] = []
+    with (
+        connect_blocking(
+            f"sqlite://{tmp_path}/a.db", warden="process", frozen_after_s=5, on_event=seen.append
+        ) as session,
+        session.campaign("e") as term,
+    ):
+        assert term.valid
+    reasons = [each.event.reason for each in seen if isinstance(each.event, Unwarded)]
+    assert reasons == ["this system has no pidfd: [Errno 38] Function not implemented"]
+
+
+def test_client_libraries_are_imported_off_doyens_loop() -> None:
+    """On the loop, other sessions could not answer their warden meanwhile."""
+    program = """
+import sys, threading, doyen
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "kazoo":
+            print(threading.current_thread().name)
+sys.meta_path.insert(0, Finder)
+try:
+    with doyen.connect_blocking("zookeeper://127.0.0.1:1?connect_timeout_s=0.1"): pass
+except doyen.StoreUnavailable:
+    pass
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.stdout.split() == ["doyen-aside"], said.stderr

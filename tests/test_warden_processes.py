@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 import doyen
 import servers
 from doyen.audit import verify
+from doyen.errors import LeaseGone, StoreUnusable
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, open_store
 from fixtures import shared
 from warded import Warded, is_alive, until, warded
 
@@ -200,6 +204,26 @@ def test_only_the_leases_that_it_has_are_ended(start: Start) -> None:
     leader.kill()
     other.wait_for("elected")
     assert not [each for each in other.events if each["event"] in ("lost", "leaselost")]
+
+
+def test_a_warrant_of_another_cluster_is_void(server: servers.QuorumNode) -> None:
+    """Every cluster counts its leases from 1."""
+
+    async def main() -> None:
+        context = Context(SystemClock(), lambda event: None)
+        store = await open_store(server.url, context)
+        lease = await store.grant(30.0)
+        cluster, _, number = store.warrant(lease).partition(b" ")
+        with pytest.raises(StoreUnusable, match="belongs to the cluster"):
+            await store.end(b"another " + number)
+        await store.renew(lease)
+        assert cluster
+        await store.end(cluster + b" " + number)
+        with pytest.raises(LeaseGone):
+            await store.renew(lease)
+        await store.close()
+
+    asyncio.run(main())
 
 
 # The warden of a host

@@ -81,11 +81,12 @@ class ChildWarden:
 
     def __init__(self) -> None:
         self._users = 0
+        owner = own_pidfd()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         # The holder does not wait for the start: what it sends is read when the child runs.
         starter = threading.Thread(
-            target=_start, args=(theirs, own_pidfd()), name="doyen-warden-start", daemon=True
+            target=_start, args=(theirs, owner), name="doyen-warden-start", daemon=True
         )
         try:
             path = json.dumps(sys.path).encode()
@@ -93,9 +94,10 @@ class ChildWarden:
                 raise Refused("sys.path is too long")
             self._control.send(path)
             starter.start()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, Refused) as error:
             self._control.close()
             theirs.close()
+            os.close(owner)
             raise Refused(f"it could not be started: {error}") from error
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from doyen.warden.wire import Hello, holder_pidfd, pid_of, receive_hello
 
-__all__ = ["KernelConnection"]
+__all__ = ["KernelConnection", "must_not_be_killed"]
 
 
 class KernelConnection:
@@ -68,7 +68,7 @@ class KernelConnection:
         pid = pid_of(self._pidfd)
         if pid is None or pid <= 0:
             return "it has no process id here"
-        if reason := _must_not_be_killed(pid):
+        if reason := must_not_be_killed(pid):
             return reason
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -84,7 +84,7 @@ class KernelConnection:
         os.close(self._table)
 
 
-def _must_not_be_killed(pid: int) -> str:
+def must_not_be_killed(pid: int) -> str:
     """Why a process must be left alone; empty if it need not."""
     try:
         with open(f"/proc/{pid}/status") as file:
