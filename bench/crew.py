@@ -88,9 +88,11 @@ class Crew:
         member.kill()
         self.reap(member)
 
-    def crash(self, who: str) -> tuple[float, subprocess.Popen[bytes]]:
+    def crash(
+        self, who: str, number: signal.Signals = signal.SIGKILL
+    ) -> tuple[float, subprocess.Popen[bytes]]:
         """Kill without waiting: reaping the process would compete with what is measured."""
-        at = self.signal(who, signal.SIGKILL)
+        at = self.signal(who, number)
         return at, self._members.pop(who)
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import statistics
@@ -137,12 +136,12 @@ def _frozen(name: str, server: servers.Server, trials: int) -> list[Figure]:
                 crew.wait("entered" if who == "old" else "waiting", who)
                 crew.wait("warded", who)
             time.sleep(random.uniform(0.1, 0.2))
-            stopped_at = crew.signal("old", signal.SIGSTOP)
+            stopped_at, old = crew.crash("old", signal.SIGSTOP)
             gaps_ms.append((crew.wait("entered", "new")["at"] - stopped_at) * 1e3)
             time.sleep(0.3)
-            if os.path.exists(f"/proc/{crew.pid('old')}"):
-                crew.signal("old", signal.SIGCONT)
+            old.send_signal(signal.SIGCONT)  # it should be dead
             time.sleep(0.2)
+            crew.reap(old)
             crew.dismiss()
             fenced.append(stale_items(crew.folder / "fenced"))
             unfenced.append(stale_items(crew.folder / "unfenced"))
