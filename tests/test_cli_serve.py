@@ -188,8 +188,12 @@ def test_pages_for_probes_and_load_balancers(tmp_path: Path) -> None:
             assert fetch(node, "/leader") == (200 if leads else 503, f"{leader.name}\n")
             status, text = fetch(node, "/metrics")
             assert status == 200
-            assert f"doyen_node_leading {int(leads)}\n" in text
-            assert "doyen_node_voters 3\n" in text
+            assert f"doyen_node_leading {float(leads)}\n" in text
+            assert "doyen_node_voters 3.0\n" in text
+            (synced,) = re.findall(r"doyen_node_fsync_seconds_count (\S+)", text)
+            assert float(synced) > 0
+            (committed,) = re.findall(r"doyen_node_commit_seconds_count (\S+)", text)
+            assert (float(committed) > 0) is leads, "the leader measures its entries"
             assert fetch(node, "/nothing")[0] == 404
 
 

@@ -416,10 +416,10 @@ async def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certifica
         node = await nodes.add("n1", security=tls(certificates, "server"))
         context = tls(certificates, "client").dialling
         reader, writer = await asyncio.open_connection(HOST, node.port, ssl=context)
-        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: n1\r\n\r\n")
         assert (await reader.read()).endswith(b"fine\n")
         writer.close()
         pages = await node.listener.listen(HOST, 0, http_only=True)
-        assert (await http(pages, b"GET /healthz HTTP/1.1\r\n\r\n")).endswith(b"fine\n")
+        assert (await http(pages, b"GET /healthz HTTP/1.1\r\nHost: n1\r\n\r\n")).endswith(b"fine\n")
         with pytest.raises(StoreUnavailable):
             await call(f"{HOST}:{pages}")

@@ -101,9 +101,9 @@ def test_a_sink_that_raises_is_reported_and_passed_over(caplog: pytest.LogCaptur
             " valid_until=2001-09-09T01:46:45.000Z",
         ),
         (
-            Renewed(lease="l", valid_until=7.0),
+            Renewed(lease="l", valid_until=7.0, took_s=0.002),
             logging.DEBUG,
-            "event=lease_renewed lease=l valid_until=2001-09-09T01:46:47.000Z",
+            "event=lease_renewed lease=l valid_until=2001-09-09T01:46:47.000Z took_s=0.002",
         ),
         (
             Lost(election="e", name="a b", token=1, lease="l", reason='by "x"\n', ended_at=1.5),

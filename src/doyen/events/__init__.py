@@ -86,6 +86,8 @@ class Renewed(Event):
     log_name: ClassVar[str] = "lease_renewed"
     lease: str
     valid_until: float
+    took_s: float = 0.0
+    """How long the store took to confirm it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

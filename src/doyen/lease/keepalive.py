@@ -163,7 +163,10 @@ class Keepalive:
             self.valid_until = self._deadline()
             self.unsure = False
             listeners = list(self._renewal_listeners.values())
-        self._telemetry.emit(Renewed(lease=self.lease.id, valid_until=self.valid_until))
+        took_s = round(self._clock.now() - sent_at, 6)
+        self._telemetry.emit(
+            Renewed(lease=self.lease.id, valid_until=self.valid_until, took_s=took_s)
+        )
         for listener in listeners:
             try:
                 listener(self.valid_until)

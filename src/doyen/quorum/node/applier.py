@@ -166,6 +166,7 @@ class Applier:
         elif entry.kind != EntryKind.NOTHING:
             raise UnknownCommand(_UNREADABLE.format(index=index))
         if batch is not None:
+            proposals.commits.add(self._pump.now() - batch.appended_at)
             proposals.settle(batch, results)
         self._applied_entries += 1
         self._applied_bytes += len(entry.data)

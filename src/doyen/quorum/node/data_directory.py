@@ -36,8 +36,9 @@ import json
 import os
 import re
 import secrets
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -433,8 +434,11 @@ class LogWriter:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
+        synced: Callable[[float], None] = lambda _: None,
     ) -> None:
+        """`synced` is called with the seconds that each sync of a batch took."""
         self._disk = disk
+        self._synced = synced
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._ahead_bytes = ahead_bytes
@@ -509,7 +513,9 @@ class LogWriter:
             if following:
                 self._disk.close(following[0])
             raise
+        began = time.perf_counter()
         self._disk.sync(self._fd, self._path)
+        self._synced(time.perf_counter() - began)
         self._mark = after
         self._batch += 1
         self._offset = end

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Install, Persist, Recovered, Snapshot
 from doyen.quorum.node.data_directory import (
     AHEAD_BYTES,
@@ -98,6 +99,8 @@ class FileJournal:
         """`state` is the type of the protocol's own state."""
         self._folder = folder
         self._disk = disk or FileSystem()
+        self.syncs = Histogram()
+        """How long syncs of the log took."""
         self._reserve_bytes = reserve_bytes
         try:
             ledger = self._open(identity, state, segment_bytes, ahead_bytes)
@@ -130,7 +133,12 @@ class FileJournal:
                 ledger.following(),
             )
             self._log = LogWriter(
-                disk, folder, findings, segment_bytes=segment_bytes, ahead_bytes=ahead_bytes
+                disk,
+                folder,
+                findings,
+                segment_bytes=segment_bytes,
+                ahead_bytes=ahead_bytes,
+                synced=self.syncs.add,
             )
             if not known:
                 write_identity(disk, folder, identity)

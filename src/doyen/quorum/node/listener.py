@@ -238,7 +238,9 @@ class PendingConnection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._connecting = False
-        self._request = b""
+        self._http: Any = None
+        self._received = 0
+        self._answered = False
         self._over = False
 
     def begin(self, arrived: socket.socket) -> None:
@@ -277,9 +279,9 @@ class PendingConnection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._over:
+        if self._over or self._answered:
             return
-        if self._request or data[:1].isalpha():
+        if self._http is not None or data[:1].isalpha():
             self._read_request(data)
         elif data[0] == 0 and not self._http_only:
             self._make_connection(data)
@@ -336,17 +338,25 @@ class PendingConnection(asyncio.Protocol):
     # HTTP: one small request per connection.
 
     def _read_request(self, data: bytes) -> None:
-        self._request += data
-        if len(self._request) > MAX_REQUEST:
-            self._answer(431, "text/plain", b"the request is too long\n")
-        elif b"\r\n\r\n" in self._request:
-            self._answer(*self._page())
+        import h11  # only nodes need it
 
-    def _page(self) -> tuple[int, str, bytes]:
-        method, _, rest = self._request.split(b"\r\n", 1)[0].partition(b" ")
-        target, _, version = rest.partition(b" ")
-        if not version.startswith(b"HTTP/1."):
-            return 400, "text/plain", b"not a request\n"
+        if self._http is None:
+            self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST)
+        self._received += len(data)
+        if self._received > MAX_REQUEST:
+            self._answer(431, "text/plain", b"the request is too long\n")
+            return
+        try:
+            self._http.receive_data(data)
+            request = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            self._answer(error.error_status_hint, "text/plain", b"not a request\n")
+            return
+        if isinstance(request, h11.Request):
+            answer = self._page(request.method, request.target)
+            self._answer(*answer, head=request.method == b"HEAD")
+
+    def _page(self, method: bytes, target: bytes) -> tuple[int, str, bytes]:
         if method not in {b"GET", b"HEAD"}:
             return 405, "text/plain", b"GET only\n"
         page = self._listener.pages.get(target.partition(b"?")[0].decode("latin-1"))
@@ -358,14 +368,21 @@ class PendingConnection(asyncio.Protocol):
             log.exception("%s", log_line(event="page_failed", page=target.decode("latin-1")))
             return 500, "text/plain", b"internal error: see the log of the node\n"
 
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
+    def _answer(self, status: int, kind: str, body: bytes, *, head: bool = False) -> None:
+        import h11
+
+        headers = [
+            ("Content-Type", kind),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
         reason = HTTPStatus(status).phrase
-        head = (
-            f"HTTP/1.1 {status} {reason}\r\nContent-Type: {kind}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        parts = (
+            h11.Response(status_code=status, headers=headers, reason=reason.encode()),
+            h11.Data(data=b"" if head else body),
+            h11.EndOfMessage(),
         )
-        if self._request.startswith(b"HEAD "):
-            body = b""
-        self._transport.write(head.encode("latin-1") + body)
+        said = b"".join(self._http.send(part) or b"" for part in parts)
+        self._transport.write(said)
         self._transport.close()
-        self._request = b"-"
+        self._answered = True

@@ -22,6 +22,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
+from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Connected, Disconnected, Received, Snapshot
 from doyen.quorum.node.snapshot_transfer import (
     CREDIT,
@@ -188,6 +189,7 @@ class OutgoingPeer:
             return connection
         members.connected(self.node, connection.info)
         self.connection = peers.connections[self.node] = connection
+        connection.measure(peers.round_trips.setdefault(self.node, Histogram()).add)
         peers.step(Connected(self.node))
         return connection
 

@@ -41,6 +41,7 @@ from functools import partial
 from doyen._waiting import BackgroundTasks
 from doyen.errors import DoyenError, StoreUnavailable
 from doyen.events.log_lines import log_line
+from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import CoreEvent, Message, Snapshot
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.membership import DataDirectoryRolledBack, Members
@@ -108,6 +109,8 @@ class Peers:
             bound=bound,
         )
         self._probe_s = probe_s
+        self.round_trips: dict[str, Histogram] = {}
+        """How long pings to each peer took to be answered."""
         self.outgoing: dict[str, OutgoingPeer] = {}
         self.connections: dict[str, FrameConnection] = {}
         """Those that this node dialled, while they are open, by peer."""

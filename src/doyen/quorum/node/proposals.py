@@ -33,6 +33,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.events.log_lines import log_line
+from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Accepted, CoreEvent
 from doyen.quorum.node.leader_calls import DONE, UNKNOWN, LeaderCalls, Respond
 from doyen.quorum.node.pump import Pump, call_safely
@@ -134,6 +135,7 @@ class Batch(Struct, eq=False):
     responses: list[tuple[Respond, int]] = []
     """How to respond to each peer that sent a part, and how many commands are in that part."""
     generation: int = 0
+    appended_at: float = 0.0
 
     @classmethod
     def forwarded(cls, commands: list[Command], respond: Respond) -> Batch:
@@ -240,6 +242,8 @@ class Proposals:
         """Commands of the node itself that wait to be gathered."""
         self._internal_live = 0
         self._sweeper: asyncio.TimerHandle | None = None
+        self.commits = Histogram()
+        """How long entries that this node appended as leader took to be committed and applied."""
         self.appended: dict[int, Batch] = {}
         """Entries that this node has appended as leader and not yet applied, by index."""
         self._appending: Batch | None = None
@@ -501,6 +505,7 @@ class Proposals:
         batch = self._appending
         if batch is not None:
             batch.generation = effect.generation
+            batch.appended_at = self._pump.now()
             before, self.appended[effect.index] = self.appended.get(effect.index), batch
             self._appending = None
             if before is not None:  # of an earlier leadership: another leader has removed it

@@ -375,7 +375,7 @@ class NodeServer:
                 security,
                 peers=peers.admit,
                 clients=service.admit,
-                pages=pages(driver, service, errors),
+                pages=pages(driver, service, errors, journal.syncs, peers.round_trips),
                 info=members.info,
                 insecure=options.insecure,
                 errors=errors,

@@ -215,6 +215,8 @@ class _Keepalive:
         """Something was received since the last interval began."""
         self.paused = False
         """Nothing is read, so silence means nothing."""
+        self.measuring = False
+        """Pings are sent in busy intervals too, to measure how long they take."""
         self.probes: list[asyncio.Future[None]] = []
 
     def start(self) -> None:
@@ -228,6 +230,8 @@ class _Keepalive:
     def _check(self) -> None:
         if self.heard or self.paused:
             self.heard, self._unanswered = False, 0
+            if self.measuring:
+                self._ping()
         elif self._unanswered == PINGS:
             self._silent()
             return
@@ -274,6 +278,9 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
         self._on_end = on_end
         self._decoder = FrameDecoder(MAX_GREETING)
         self._keepalive = _Keepalive(self._loop, keepalive_s, self._ping, self._silent)
+        self._pinged_at: float | None = None
+        """When the ping was sent that has not been answered yet."""
+        self._on_round_trip: Callable[[float], None] | None = None
         self._transport: Any = None  # an asyncio.Transport once the connection is made
         self._linger: asyncio.TimerHandle | None = None
         self._ending: End | None = None
@@ -450,6 +457,8 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
             if kind == FrameKind.PING and not payload:
                 if not self._blocked:
                     self._transport.write(frame(FrameKind.PONG))
+            elif kind == FrameKind.PONG and not payload:
+                self._ponged()
             elif kind != FrameKind.PONG or payload:
                 raise FrameError(
                     CloseReason.OUT_OF_TURN, f"a frame of kind {kind} after the handshake"
@@ -501,9 +510,21 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
 
     # Keepalive.
 
+    def measure(self, on_round_trip: Callable[[float], None]) -> None:
+        """Measure round trips, about once per keepalive interval."""
+        self._on_round_trip = on_round_trip
+        self._keepalive.measuring = True
+
     def _ping(self) -> None:
         if not self._blocked:
             self._transport.write(frame(FrameKind.PING))
+            if self._pinged_at is None:
+                self._pinged_at = self._loop.time()
+
+    def _ponged(self) -> None:
+        pinged_at, self._pinged_at = self._pinged_at, None
+        if pinged_at is not None and self._on_round_trip is not None:
+            self._on_round_trip(self._loop.time() - pinged_at)
 
     def _silent(self) -> None:
         self._errors.counts[CloseReason.SILENT] += 1

@@ -1,0 +1,276 @@
+"""What is counted and measured, derived from the events of sessions. Imports no exporter.
+
+A `SessionMeters` may be the sink of several sessions of one process. It is called on the threads of
+their sinks, and read by exporters on others, so it has a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from doyen.events import (
+    CampaignEvent,
+    Elected,
+    Gap,
+    Granted,
+    Hindered,
+    LeaseLost,
+    Lost,
+    Overrun,
+    Record,
+    Renewed,
+    Resigned,
+    Unsure,
+    Waiting,
+)
+from doyen.lease.clock import Clock, SystemClock
+from doyen.metrics.histogram import Histogram
+from doyen.model import Line, Unreachable
+
+if TYPE_CHECKING:
+    from doyen.manage.inventory import Inventory
+    from doyen.session import Session
+
+__all__ = ["CandidateKey", "ElectionMeter", "Interval", "SessionMeters", "loss_cause"]
+
+Cause = Literal[
+    "elected", "resigned", "ordered", "ineligible", "expired", "stalled", "removed", "ended"
+]
+"""Why a term began or ended. `expired`: no renewal was confirmed in time; `removed`: the record was
+removed; `ended`: the store or another process ended the lease."""
+
+
+class CandidateKey(NamedTuple):
+    """A candidate of this process."""
+
+    kind: str
+    election: str
+    name: str
+
+
+class ElectionKey(NamedTuple):
+    """An election or lock of the store."""
+
+    kind: str
+    election: str
+
+
+class Interval(NamedTuple):
+    """The time from the loss of a term, or from joining the line, to the election."""
+
+    candidate: CandidateKey
+    cause: str
+    """Why it began: the cause of the loss, or `joined`."""
+    began: float
+    ended: float
+    """On the wall clock."""
+    token: int
+    """Of the term that began."""
+
+
+class _Held(NamedTuple):
+    token: int
+    lease: str
+
+
+@dataclass(slots=True)
+class ElectionMeter:
+    """What was seen of one election or lock of the store."""
+
+    led: bool = False
+    line_length: int = 0
+    leader_changes: int = 0
+    without_leader_s: float = 0.0
+    """The sum, up to `as_of`."""
+    token: int = 0
+    as_of: float = 0.0
+
+
+def loss_cause(reason: str) -> Cause:
+    """The cause of a loss, of which there are few, from its reason, which is a text for people.
+
+    >>> loss_cause("no renewal was confirmed in time"), loss_cause("'ops' ordered it to let go")
+    ('expired', 'ordered')
+    """
+    for words, cause in _CAUSES.items():
+        if words in reason:
+            return cause
+    return "ended"
+
+
+_CAUSES: Mapping[str, Cause] = {
+    "no renewal was confirmed": "expired",
+    "ordered it to let go": "ordered",
+    "has not called term.beat()": "stalled",
+    "record was removed": "removed",
+    "the member ": "ineligible",
+}
+
+
+class SessionMeters:
+    """Counts and measures the events of sessions.
+
+        meters = SessionMeters()
+        async with doyen.connect(url, on_event=meters) as session:
+            ...
+
+    An exporter reads it: see `doyen.metrics.prometheus` and `doyen.metrics.opentelemetry`.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._leading: dict[CandidateKey, _Held] = {}
+        self._candidates: dict[CandidateKey, None] = {}
+        self._valid_until: dict[str, float] = {}
+        self._waiting: dict[CandidateKey, tuple[str, float]] = {}
+        """Since when, on the wall clock, a candidate waits to be elected, and why."""
+        self.transitions: Counter[tuple[CandidateKey, str]] = Counter()
+        self.store_errors: Counter[str] = Counter()
+        self.lease_losses = 0
+        self.overruns = 0
+        self.dropped = 0
+        self.renewals = Histogram()
+        self.waits = Histogram()
+        """From a loss, or from joining the line, to the election."""
+        self.elections: dict[ElectionKey, ElectionMeter] = {}
+        self.reachable: bool | None = None
+        """Whether the store answers; None if nobody observes it."""
+        self._as_of: Callable[[], float | None] = lambda: None
+        self.on_record: list[Callable[[Record], None]] = []
+        """Called with every record, for exporters that have instruments of their own."""
+        self.on_interval: list[Callable[[Interval], None]] = []
+
+    def __call__(self, record: Record) -> None:
+        """The sink."""
+        with self._lock:
+            interval = self._count(record)
+        for listener in self.on_record:
+            listener(record)
+        if interval is not None:
+            for each in self.on_interval:
+                each(interval)
+
+    def _count(self, record: Record) -> Interval | None:
+        event = record.event
+        match event:
+            case Granted(lease=lease, valid_until=valid_until):
+                self._valid_until[lease] = valid_until
+            case Renewed(lease=lease, valid_until=valid_until, took_s=took_s):
+                self._valid_until[lease] = valid_until
+                self.renewals.add(took_s)
+            case Unsure():
+                self.store_errors["renewal"] += 1
+            case Hindered():
+                self.store_errors["campaign"] += 1
+            case LeaseLost(lease=lease):
+                self.lease_losses += 1
+                self._valid_until.pop(lease, None)
+            case Overrun():
+                self.overruns += 1
+            case Gap(missed=missed):
+                self.dropped += missed
+            case _:
+                pass
+        return self._follow(record) if isinstance(event, CampaignEvent) else None
+
+    def _follow(self, record: Record) -> Interval | None:
+        """Follow a candidate from loss to election."""
+        event = record.event
+        assert isinstance(event, CampaignEvent)
+        key = CandidateKey(event.election_kind, event.election, event.name)
+        self._candidates[key] = None
+        match event:
+            case Waiting():
+                self._waiting.setdefault(key, ("joined", record.wall))
+            case Elected(token=token, lease=lease, valid_until=valid_until):
+                self._leading[key] = _Held(token, lease)
+                self._valid_until.setdefault(lease, valid_until)
+                self.transitions[key, "elected"] += 1
+                cause, began = self._waiting.pop(key, ("joined", record.wall))
+                self.waits.add(max(0.0, record.wall - began))
+                return Interval(key, cause, began, record.wall, token)
+            case Lost(reason=reason):
+                self._ended(key, loss_cause(reason), record)
+            case Resigned():
+                self._ended(key, "resigned", record)
+            case _:
+                pass
+        return None
+
+    def _ended(self, key: CandidateKey, cause: Cause, record: Record) -> None:
+        self._leading.pop(key, None)
+        self.transitions[key, cause] += 1
+        if cause == "resigned":
+            self._waiting.pop(key, None)  # it may never want to lead again
+        else:
+            self._waiting[key] = (cause, record.wall)
+
+    def leading(self) -> dict[CandidateKey, tuple[int, float] | None]:
+        """For each candidate of this process its token and the seconds of margin that it has left,
+        or None if it does not lead."""
+        now = self._clock.now()
+        with self._lock:
+            found: dict[CandidateKey, tuple[int, float] | None] = {}
+            for key in self._candidates:
+                held = self._leading.get(key)
+                left_s = 0.0 if held is None else self._valid_until.get(held.lease, now) - now
+                found[key] = None if held is None else (held.token, left_s)
+            return found
+
+    # What only the store knows.
+
+    async def observe(self, session: Session) -> None:
+        """Observe the elections and locks of the session's store, until cancelled.
+
+        asyncio.create_task(meters.observe(session))
+        """
+        self._as_of = lambda: session.as_of
+        async for seen in session.observe_inventory("elections", "locks"):
+            self.saw(seen)
+
+    def saw(self, seen: Inventory | Unreachable[Inventory]) -> None:
+        """Take in what an observer of the inventory has got."""
+        with self._lock:
+            self.reachable = not isinstance(seen, Unreachable)
+            if isinstance(seen, Unreachable):
+                return
+            lines: dict[ElectionKey, Line] = {
+                ElectionKey(kind, name): line
+                for kind in ("elections", "locks")
+                for name, line in getattr(seen, kind).items()
+            }
+            for key in {**self.elections, **lines}:
+                meter = self.elections.setdefault(key, ElectionMeter(as_of=seen.as_of))
+                self._advance(meter, seen.as_of)
+                line = lines.get(key, Line(None))
+                token = 0 if line.leader is None else line.leader.token
+                meter.leader_changes += bool(token) and token != meter.token
+                meter.token = token or meter.token
+                meter.led = line.leader is not None
+                meter.line_length = sum(not each.leads for each in line.candidates)
+
+    def _advance(self, meter: ElectionMeter, as_of: float) -> None:
+        # A lock that is free lacks nothing, so this is read for elections; the caller decides.
+        if not meter.led:
+            meter.without_leader_s += max(0.0, as_of - meter.as_of)
+        meter.as_of = max(meter.as_of, as_of)
+
+    def seen_elections(self) -> dict[ElectionKey, ElectionMeter]:
+        """What was seen of each election and lock, up to now if the store answers."""
+        with self._lock:
+            if self.reachable:
+                now = self._clock.wall()
+                for meter in self.elections.values():
+                    self._advance(meter, now)
+            return dict(self.elections)
+
+    @property
+    def answer_age_s(self) -> float | None:
+        """How long ago the store answered last; None if nobody observes it."""
+        as_of = self._as_of()
+        return None if as_of is None else max(0.0, self._clock.wall() - as_of)
