@@ -10,13 +10,13 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL, Signals
 from typing import Any, Self
 
 from doyen.lease.clock import SystemClock
@@ -77,7 +77,7 @@ class Crew:
         stdin.write(command.encode() + b"\n")
         stdin.flush()
 
-    def signal(self, who: str, number: signal.Signals) -> float:
+    def signal(self, who: str, number: Signals) -> float:
         """Send a signal and return the time just before."""
         at = now()
         self._members[who].send_signal(number)
@@ -88,9 +88,7 @@ class Crew:
         member.kill()
         self.reap(member)
 
-    def crash(
-        self, who: str, number: signal.Signals = signal.SIGKILL
-    ) -> tuple[float, subprocess.Popen[bytes]]:
+    def crash(self, who: str, number: Signals = SIGKILL) -> tuple[float, subprocess.Popen[bytes]]:
         """Kill without waiting: reaping the process would compete with what is measured."""
         at = self.signal(who, number)
         return at, self._members.pop(who)
