@@ -254,6 +254,26 @@ async def test_what_happened_while_the_store_was_away_is_seen_when_it_is_back(pl
 
 
 @virtual
+async def test_terms_before_the_page_was_opened_come_from_the_trail(place: Place) -> None:
+    session, other = await place.open(), await place.open()
+    async with leading(session, "e", "a"):
+        await asyncio.sleep(100)
+    await asyncio.sleep(5)
+    async with leading(other, "e", "b"):
+        await asyncio.sleep(50)
+        async with observed(place) as hub:
+            hub.board.open_page().show(["elections/e"])
+            await until(lambda: len(hub.board.rows["elections/e"].terms) == 2)
+            first, second = hub.board.rows["elections/e"].terms
+            assert (first.name, first.cause) == ("a", "let go")
+            assert first.until == pytest.approx(first.since + 100, abs=0.1)
+            assert second.since == pytest.approx(first.until + 5, abs=0.1)
+            assert second.until is None
+    for entry in place.server.list("trails"):
+        place.server.delete(entry.key)
+
+
+@virtual
 async def test_locks_and_slots_of_semaphores_are_rows(place: Place) -> None:
     session = await place.open()
     held = session.lock("l", name="a"), session.semaphore("s", 3, name="b")

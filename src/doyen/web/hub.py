@@ -19,17 +19,20 @@ import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeVar
 from urllib.parse import unquote
 
 from doyen.election.core import SessionCore
+from doyen.election.trail import decode_trail
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import LeaseEnded, Record
 from doyen.events.log_lines import log_line
-from doyen.model import Claim, Entry, Kind, Order, Version, leader_key
+from doyen.model import Claim, Entry, Kind, Order, Version, leader_key, trail_key
 from doyen.stores.port import Watch
 from doyen.web.board import Board
 from doyen.web.terms import ElectionRow, LeaseSight, clipped
+from doyen.web.trail import recorded_terms
 
 __all__ = ["Hub"]
 
@@ -51,6 +54,8 @@ READERS = 16
 """How many elections are read at a time, or get their watch."""
 FORGET_S = 24 * 3600.0
 """How long an election without leader and candidates stays on the page."""
+TRAIL_S = 2.0
+"""How long after a change the trail of an election is read again."""
 SAMPLES = 300
 """How many looks at one lease are kept."""
 
@@ -88,6 +93,8 @@ class Hub:
         self._since: float | None = None
         self._error = ""
         self._times: deque[float] = deque(maxlen=200)
+        self._trails: dict[str, float] = {}
+        """When the trail of an election was read last."""
         self._entries_tell: bool | None = None
         """Whether entries say what is left of their leases; None until one was seen."""
         self.samples: dict[str, deque[tuple[float, float]]] = {}
@@ -150,6 +157,7 @@ class Hub:
             try:
                 await self.call(self.core.store.get(key))
                 await self._look_at_leases()
+                await self._read_trails()
             except StoreError:
                 if self._since is None and self.board.wall() - self._answered_at > SILENT_S:
                     self._since = self._answered_at
@@ -182,6 +190,26 @@ class Hub:
             self._sight(shown[lease]._replace(remaining_s=left_s), sample=True)
         self.samples = {lease: self.samples[lease] for lease in shown if lease in self.samples}
         self._tell_leases(shown)
+
+    async def _read_trails(self) -> None:
+        """Read the trails of elections that are shown: once, and again after a change, when the
+        leaders have had time to write."""
+        now = self.board.wall()
+        rows = [self.board.rows[key] for key in self.board.shown() if key in self.board.rows]
+        due = [
+            row
+            for row in rows
+            if row.kind == "elections"
+            and self._trails.get(row.key, -inf) < row.changed_at + TRAIL_S
+        ][:READERS]
+        reads = [self.call(self.core.store.get(trail_key(row.name))) for row in due]
+        answers = await asyncio.gather(*reads, return_exceptions=True)
+        for row, found in zip(due, answers, strict=True):
+            if isinstance(found, BaseException):
+                continue
+            self._trails[row.key] = now
+            if found is not None and row.learn(recorded_terms(decode_trail(found.value))):
+                self.board.row_changed(row.key)
 
     async def remaining(self, leases: Collection[str]) -> Mapping[str, float]:
         """What is left of leases, where the store tells that apart from entries."""
@@ -265,6 +293,8 @@ class Hub:
             rows = [board.rows[key] for key in scope.rows if key in board.rows]
             if all(row.idle and now - row.changed_at > FORGET_S for row in rows):
                 del self._scopes[path]
+                for key in scope.rows:
+                    self._trails.pop(key, None)
                 if scope.watch is not None:
                     scope.watch.close()
                 for row in rows:

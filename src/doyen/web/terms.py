@@ -213,6 +213,8 @@ class ElectionRow:
                 continue
             if not seen.exact or seen.since != known.since:
                 seen.since, seen.exact, changed = known.since, True, True
+            if known.cause == "expired" and seen.cause:
+                continue  # whoever saw the end of the lease saw as much
             if seen.until is not None and known.until not in (None, seen.until):
                 seen.until, changed = known.until, True
                 if seen.cause not in ("resigned", "transferred"):  # the order is known

@@ -1,7 +1,8 @@
-"""Terms from audit logs that are still being written, for the timeline of a live page.
+"""Terms that others have recorded, for the timeline of a live page: in the trail that leaders leave
+in the store, and in audit logs that are still being written.
 
-The logs say exactly when a term began and ended, and why. An observer of the store only sees that
-a record is there or gone.
+Both say when a term began and ended, and why. An observer of the store only sees that a record is
+there or gone.
 """
 
 from __future__ import annotations
@@ -9,17 +10,45 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from doyen.model import PastTerm
 from doyen.web.board import Board
 from doyen.web.terms import SeenTerm, clipped
 
-__all__ = ["AuditTrail", "TrailReader"]
+__all__ = ["AuditTrail", "TrailReader", "recorded_terms"]
 
 EVERY_S = 0.5
 PIECE = 4 << 20
 """How many bytes of a file are read at a time."""
+
+
+def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
+    """The terms of a trail, in order. One that has no end although another followed was cut off:
+    its leader could not record the end.
+
+    >>> cut_off, last = recorded_terms([PastTerm("a", 1, 10.0), PastTerm("b", 2, 20.0)])
+    >>> (cut_off.until, cut_off.cause), (last.until, last.cause)
+    ((20.0, 'expired'), (None, ''))
+    """
+    terms = []
+    in_order = sorted(trail, key=lambda term: term.token)
+    for past, after in zip_longest(in_order, in_order[1:]):
+        name = clipped(past.name, 60)
+        term = SeenTerm(past.name, past.token, past.since, True, past.until)
+        if past.until is not None:
+            ordered = "ordered it to let go" in past.reason
+            lost = past.end == "lost" and not ordered
+            term.cause = "lost" if lost else "resigned" if ordered else "let go"
+            reason = f": {clipped(past.reason, 200)}" if past.reason else ""
+            term.why = f"{name} {'lost it' if lost else 'let go'}{reason}."
+        elif after is not None:
+            term.until, term.cause = after.since, "expired"
+            term.why = f"{name} recorded no end: it was killed, or could not reach the store."
+        terms.append(term)
+    return terms
 
 
 class TrailReader:
