@@ -257,6 +257,44 @@ def test_a_service_that_only_compares_lets_a_stale_write_through(
         test_a_later_token_waits_for_requests_with_earlier_ones(start)
 
 
+def test_requests_that_only_read_are_not_waited_for(start: Start) -> None:
+    """Such as a stream of events that the former leader has not closed."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handler(token: int | None) -> None:
+        if token == 7:
+            begun.set()
+            assert go_on.wait(30)
+
+    service = start(handler)
+    reading = service.threads.submit(service.request, "GET", "7")
+    assert begun.wait(30)
+    assert service.request("POST", "8").status == 200
+    go_on.set()
+    assert reading.result(30).status == 200
+
+
+def test_one_that_reads_with_a_later_token_waits_for_earlier_writes(start: Start) -> None:
+    order: list[int | None] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handler(token: int | None) -> None:
+        if token == 7:
+            begun.set()
+            assert go_on.wait(30)
+        order.append(token)
+
+    service = start(handler)
+    writing = service.threads.submit(service.request, "POST", "7")
+    assert begun.wait(30)
+    reading = service.threads.submit(service.request, "GET", "8")
+    while not service.app._turns._waiters and not reading.done():
+        pass
+    go_on.set()
+    assert (writing.result(30).status, reading.result(30).status) == (200, 200)
+    assert order == [7, 8]
+
+
 def test_waiting_for_earlier_requests_is_bounded(start: Start) -> None:
     begun, go_on = threading.Event(), threading.Event()
 

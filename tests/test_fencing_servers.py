@@ -7,6 +7,7 @@ import inspect
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import asyncmy
@@ -19,7 +20,7 @@ from pymysql.cursors import DictCursor
 
 import servers
 from doyen.errors import ConfigError, StaleToken
-from doyen.fencing import SQLGuard
+from doyen.fencing import SQLGuard, SQLTokens
 from servers.mariadb import DATABASE, PASSWORD, USER
 
 
@@ -175,6 +176,15 @@ def test_the_wrong_kind_of_call_is_refused(client: Client) -> None:
             client.guard.check(connection, "billing", 7)
         else:
             client.do(client.guard.check_async(connection, "billing", 7))
+
+
+@pytest.mark.parametrize("name", ["psycopg", "pymysql"])
+def test_a_service_keeps_its_tokens_in_a_table(name: str, request: pytest.FixtureRequest) -> None:
+    engine = "postgresql" if name == "psycopg" else "mysql"
+    client = Client(name, request.getfixturevalue(engine))
+    tokens = SQLTokens(lambda: closing(client.connect()), client.table)
+    tokens.create()
+    assert [tokens.see("orders", token) for token in (7, 6, 8, 8)] == [7, 7, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["psycopg", "pymysql"])

@@ -87,8 +87,8 @@ class FencingMiddleware:
     async def _see(self, request: Fenced) -> int:
         see = self._rules.tokens.see
         if inspect.iscoroutinefunction(see):
-            return cast(int, await see(*request))
-        return cast(int, await asyncio.to_thread(see, *request))
+            return cast(int, await see(request.resource, request.token))
+        return cast(int, await asyncio.to_thread(see, request.resource, request.token))
 
     async def _one_has_ended(self, request: Fenced, within_s: float) -> bool:
         loop, event = asyncio.get_running_loop(), asyncio.Event()

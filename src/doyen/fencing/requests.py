@@ -6,7 +6,7 @@ A request that changes something must carry the token of the leader that sends i
 Comparing when a request arrives is not enough: a handler that was admitted with token 6 may still
 be about to write when a request with token 7 comes. So requests of different tokens take turns
 within the process. Once one with a later token has come, those with earlier ones are refused, and
-it begins when the last of them has ended.
+it begins when the last of them has ended. Requests that only read are not waited for.
 
 `FencedRequests` decides; `doyen.fencing.asgi` and `doyen.fencing.wsgi` are the middleware. May
 import errors only.
@@ -67,6 +67,7 @@ class Fenced(NamedTuple):
 
     resource: str
     token: int
+    writes: bool
 
     def stale(self, highest: int) -> NotExecuted:
         """The answer if `highest` has been seen."""
@@ -112,7 +113,7 @@ class FencedRequests:
             return NotExecuted(
                 400, f"the header {HEADER} must be one integer from 0 to 2**63 - 1, in digits"
             )
-        return Fenced(resource, int(values[0]))
+        return Fenced(resource, int(values[0]), method not in SAFE)
 
     def too_long(self, request: Fenced) -> NotExecuted:
         """The answer if the requests with earlier tokens do not end."""
@@ -125,15 +126,15 @@ class FencedRequests:
 
 @dataclass(slots=True)
 class _Turn:
-    """The requests to one resource."""
+    """The requests to one resource, and how many with each token are writing."""
 
     highest: int
     under_way: Counter[int] = field(default_factory=Counter)
 
 
 class Turns:
-    """The requests that are being executed: those of one resource all have the same token. Any
-    thread."""
+    """The requests that are being executed: those that write to one resource all have the same
+    token. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,11 +151,14 @@ class Turns:
             turn.highest = request.token
             if any(token < request.token for token in turn.under_way):
                 return False
-            turn.under_way[request.token] += 1
+            if request.writes:
+                turn.under_way[request.token] += 1
             return True
 
     def leave(self, request: Fenced) -> None:
         """The request has ended."""
+        if not request.writes:
+            return
         with self._lock:
             under_way = self._turns[request.resource].under_way
             under_way[request.token] -= 1

@@ -61,7 +61,7 @@ class WSGIFencingMiddleware:
         """Begin the request, or say why not."""
         until = time.monotonic() + self._rules.drain_s
         while True:
-            highest = cast(int, self._rules.tokens.see(*request))
+            highest = cast(int, self._rules.tokens.see(request.resource, request.token))
             if highest > request.token:
                 return request.stale(highest)
             entered = self._turns.enter(request)
