@@ -20,6 +20,7 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.cli._screen import View, print_view, show_stream
+from doyen.durations import parse_duration
 from doyen.errors import ConfigError
 from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.scopes import BlockingShardSet
@@ -39,7 +40,7 @@ Actions change what is asked of the set, and its controller carries that out:
   rebalance          make loads as equal as possible
   pause, resume      keep the plan as it is, for maintenance; end that
   retry              try shards again that were set aside
-  set FIELD=VALUE …  change other fields, such as grace_s=30 or standbys=1
+  set FIELD=VALUE …  change other fields, such as grace_s=30s or standbys=1
 
 exit codes:
   0    done; every shard that is shown has an owner
@@ -161,7 +162,7 @@ def _changes(values: list[str]) -> dict[str, Any]:
     for value in values:
         field, equals, text = value.partition("=")
         try:
-            changes[field] = json.loads(text)
+            changes[field] = parse_duration(text) if field.endswith("_s") else json.loads(text)
         except ValueError:
             equals = ""
         if not equals or isinstance(changes[field], dict | list):

@@ -8,9 +8,9 @@ Every function takes a `StoreURL` and raises `ConfigError` for what cannot work,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
@@ -39,6 +39,25 @@ class Host(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
+def renamed(url: StoreURL, names: Mapping[str, str], ignored: Collection[str] = ()) -> StoreURL:
+    """The URL with options of other clients under doyen's names, and without those that are
+    `ignored`, because doyen needs none of them or decides itself.
+
+    >>> other = StoreURL.parse("mysql://h/x?ssl_ca=/ca.pem&charset=utf8mb4")
+    >>> renamed(other, {"ssl_ca": "ca"}, ["charset"]).options
+    {'ca': '/ca.pem'}
+    """
+    options: dict[str, str] = {}
+    for name, value in url.options.items():
+        if name in ignored:
+            continue
+        known = names.get(name, name)
+        if known in options:
+            raise ConfigError(f"{name} and {known} say the same thing: give one of them")
+        options[known] = value
+    return replace(url, options=options)
 
 
 def hosts(url: StoreURL, default_port: int, *, empty: str | None = None) -> tuple[Host, ...]:

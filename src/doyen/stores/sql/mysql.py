@@ -6,6 +6,8 @@
     ?connect_timeout_s=3     how long a host may take to answer before the next one is tried
     ?tls=true&ca=…&cert=…&key=…   encrypted, the server's certificate verified
 
+PyMySQL's names are understood too: ssl_ca, ssl_cert, ssl_key, connect_timeout. charset is ignored.
+
 These engines have no notifications, so doyen asks for changes since the last time, every `poll_s`
 while anything is watched, on the connection for ordinary calls. Without changes this reads one row
 by its primary key. Polling takes at most a fifth of the time. Named locks could wake one waiter per
@@ -29,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
@@ -62,6 +65,12 @@ _OLDEST, _OLDEST_MARIADB = (8, 0), (10, 5)
 _POLL_S = 0.05
 _LOCK_TIMEOUT_S = 1
 _BEGIN = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; START TRANSACTION; "
+_OF_OTHERS = {
+    "ssl_ca": "ca",
+    "ssl_cert": "cert",
+    "ssl_key": "key",
+    "connect_timeout": "connect_timeout_s",
+}
 _OPTIONS = ("prefix", "token_floor", "poll_s", "connect_timeout_s", *options.TLS_OPTIONS)
 
 _TABLES = (
@@ -102,6 +111,7 @@ _NO_COLUMN, _COLUMN_EXISTS = 1054, 1060
 
 async def open_store(url: StoreURL, context: Context) -> MySQLStore:
     """Open the store at `url`, creating its tables if there are none and the context allows it."""
+    url = _understood(url)
     url.refuse_unknown(*_OPTIONS)
     floor = options.whole_number(url, "token_floor")
     prefix = url.options.get("prefix", "doyen_")
@@ -139,6 +149,13 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
     store.version = version
     await store.open(floor)
     return store
+
+
+def _understood(url: StoreURL) -> StoreURL:
+    """The URL with the options of PyMySQL and others under doyen's names."""
+    tls = {} if "tls" in url.options or "ssl_ca" not in url.options else {"tls": "true"}
+    url = options.renamed(url, _OF_OTHERS, ("charset", "collation"))
+    return replace(url, options={**url.options, **tls})
 
 
 async def _check_version(connection: SqlConnection) -> str:

@@ -8,6 +8,9 @@
     ?poll_s=0.05             how often to ask for changes, where LISTEN is not possible
     ?connect_timeout_s=3     how long a host may take to answer before the next one is tried
     ?tls=true&ca=…&cert=…&key=…   encrypted, the server's certificate verified; or ?sslmode=…
+    ?application_name=…&channel_binding=…&gssencmode=…&options=…   passed to libpq
+
+libpq's names are understood too: sslrootcert, sslcert, sslkey, connect_timeout.
 
 Two connections: one for renewals, on which doyen also listens, and one for everything else.
 Messages use the simple protocol, so no statements are prepared, and each message is a transaction.
@@ -35,7 +38,14 @@ from doyen.stores.kit import url as options
 from doyen.stores.port import Context, StoreURL, Watch
 from doyen.stores.sql.connection import Primary, SqlConnection, WrongServer
 from doyen.stores.sql.diagnosis import findings_of_postgresql
-from doyen.stores.sql.psycopg_engine import FLUSH, PsycopgEngine, errors, keep_connected, one_line
+from doyen.stores.sql.psycopg_engine import (
+    FLUSH,
+    PASSED,
+    PsycopgEngine,
+    errors,
+    keep_connected,
+    one_line,
+)
 from doyen.stores.sql.store import KEPT, LAYOUT, RelationalStore, check_layout
 
 __all__ = ["CLOCK", "PostgreSQLStore", "open_store"]
@@ -57,7 +67,16 @@ _OPTIONS = (
     "connect_timeout_s",
     *options.TLS_OPTIONS,
     "sslmode",
+    *PASSED,
 )
+_OF_LIBPQ = {
+    "sslrootcert": "ca",
+    "sslcert": "cert",
+    "sslkey": "key",
+    "connect_timeout": "connect_timeout_s",
+}
+_NOT_NEEDED = ("target_session_attrs", "client_encoding", "pgbouncer", "keepalives")
+"""doyen finds the primary and a pooler by itself, and keeps connections alive."""
 
 _TIMELINE = "CAST(CAST('x' || LEFT(pg_walfile_name(pg_current_wal_lsn()), 8) AS bit(32)) AS bigint)"
 
@@ -113,6 +132,7 @@ _ANOTHER_WAS_FIRST = (
 
 async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
     """Open the store at `url`, creating its schema if there is none and the context allows it."""
+    url = options.renamed(url, _OF_LIBPQ, _NOT_NEEDED)
     url.refuse_unknown(*_OPTIONS)
     schema = url.options.get("schema", "doyen")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", schema):
@@ -157,10 +177,10 @@ async def open_store(url: StoreURL, context: Context) -> PostgreSQLStore:
 def _listen(url: StoreURL, notify: str) -> StoreURL | None:
     if "listen" not in url.options:
         return None
-    listen = StoreURL.parse(url.options["listen"])
+    listen = options.renamed(StoreURL.parse(url.options["listen"]), _OF_LIBPQ, _NOT_NEEDED)
     if listen.parts.scheme != url.parts.scheme:
         raise ConfigError(f"listen is a postgresql:// URL, not {listen.text!r}")
-    listen.refuse_unknown("connect_timeout_s", *options.TLS_OPTIONS, "sslmode")
+    listen.refuse_unknown("connect_timeout_s", *options.TLS_OPTIONS, "sslmode", *PASSED)
     if notify == "poll":
         raise ConfigError("notify=poll does not listen: leave out one of the two")
     return listen

@@ -38,9 +38,20 @@ with options.requires("postgresql", "psycopg"):
     from psycopg import AsyncClientCursor, AsyncConnection, errors
     from psycopg.pq import TransactionStatus
 
-__all__ = ["FLUSH", "PostgreSQLConnection", "PsycopgEngine", "errors", "keep_connected", "one_line"]
+__all__ = [
+    "FLUSH",
+    "PASSED",
+    "PostgreSQLConnection",
+    "PsycopgEngine",
+    "errors",
+    "keep_connected",
+    "one_line",
+]
 
 log = logging.getLogger("doyen")
+
+PASSED = ("application_name", "channel_binding", "gssencmode", "options")
+"""Options that are passed to libpq as they are."""
 
 _LOCK_TIMEOUT_MS = 700
 """Below the request timeout of a session with the default ttl, so that the error has the cause."""
@@ -166,6 +177,12 @@ class PsycopgEngine(SqlEngine):
         self.lost = asyncio.Event()
         """Set when a connection has ended."""
         self._tls = _tls(url)
+        given = {name: url.options[name] for name in PASSED if name in url.options}
+        self._passed: dict[str, Any] = {
+            "application_name": "doyen",
+            "gssencmode": "disable",
+            **given,
+        }
         self._channel = channel
         self._notified = notified
 
@@ -179,8 +196,7 @@ class PsycopgEngine(SqlEngine):
                 password=self.password or None,
                 dbname=self.database or None,
                 connect_timeout=round(self.timeout_s),
-                application_name="doyen",
-                gssencmode="disable",
+                **self._passed,
                 keepalives_idle=10,
                 keepalives_interval=3,
                 keepalives_count=3,
