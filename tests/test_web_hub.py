@@ -266,6 +266,7 @@ async def test_terms_before_the_page_was_opened_come_from_the_trail(place: Place
             await until(lambda: len(hub.board.rows["elections/e"].terms) == 2)
             first, second = hub.board.rows["elections/e"].terms
             assert (first.name, first.cause) == ("a", "let go")
+            assert first.until is not None
             assert first.until == pytest.approx(first.since + 100, abs=0.1)
             assert second.since == pytest.approx(first.until + 5, abs=0.1)
             assert second.until is None

@@ -7,7 +7,7 @@ import { isLive, known, now, post, state } from './state.js';
 const scroll = $('scroll'), pad = $('pad'), pool = [];
 export const tip = new Tip($('tip'));
 export const view = { minutes: 15, chosen: false, selected: null, order: [], filter: '', sort: 'name', termAt: null };
-const RANGES = [5, 15, 60, 360, 1440];
+const RANGES = [1, 5, 15, 60, 360, 1440];
 const NOTCH = 1 / 6 + .005;   // of the ttl: where a leader stops itself, with the default options
 
 // Measured when the window changes, and not while drawing: reading sizes after writing costs a layout.
