@@ -68,6 +68,18 @@ class Stream:
     recent: deque[tuple[str, Stored]] = field(default_factory=lambda: deque(maxlen=100))
     """The latest messages, including those that were replaced."""
 
+    def find(self, request: dict[str, Any]) -> tuple[str, Stored | None]:
+        """The message that a request names, and its subject."""
+        if "next_by_subj" in request:
+            return next(
+                (each for each in self.messages.items() if each[1].sequence >= request["seq"]),
+                ("", None),
+            )
+        wanted: str = request["last_by_subj"]
+        if wanted.endswith(">"):
+            return next(reversed(self.messages.items()), ("", None))
+        return wanted, self.messages.get(wanted)
+
     def before(self, horizon: int) -> list[tuple[str, Stored]]:
         """The last message of each subject, on a replica that has reached `horizon`."""
         found = {s: each for s, each in self.messages.items() if each.sequence <= horizon}
@@ -192,14 +204,12 @@ class NatsModel:
                 state = {"last_seq": stream.last, "messages": len(stream.messages)}
                 answer = {"config": stream.config, "state": state, "created": stream.created}
             case "STREAM.MSG.GET":
-                found = stream.messages.get(request["last_by_subj"])
-                if request["last_by_subj"].endswith(">"):
-                    found = next(reversed(stream.messages.values()), None)
+                path, found = stream.find(request)
                 if found is None:
                     return b"", _error(404, 10037, "no message found")
                 hdrs = {"hdrs": b64encode(found.headers).decode()} if found.headers else {}
-                data_text = b64encode(found.data).decode()
-                answer = {"message": {"seq": found.sequence, "data": data_text, **hdrs}}
+                message = {"subject": path, "seq": found.sequence, **hdrs}
+                answer = {"message": {**message, "data": b64encode(found.data).decode()}}
             case "CONSUMER.CREATE":
                 assert connection is not None
                 answer = self._consume(connection, rest, request["config"])

@@ -295,14 +295,25 @@ class JetStream:
 
     async def last(self, stream: str, subject: str) -> StoredMessage | None:
         """The last message of a subject."""
-        response = await self.call(f"STREAM.MSG.GET.{stream}", last_by_subj=subject)
+        found = await self._get(stream, last_by_subj=subject)
+        return None if found is None else found[1]
+
+    async def next(
+        self, stream: str, subjects: str, start: int
+    ) -> tuple[str, StoredMessage] | None:
+        """The first message from position `start` on, and its subject."""
+        return await self._get(stream, seq=start, next_by_subj=subjects)
+
+    async def _get(self, stream: str, **which: object) -> tuple[str, StoredMessage] | None:
+        response = await self.call(f"STREAM.MSG.GET.{stream}", **which)
         if "message" not in response:
             return None
         found = response["message"]
         lines = b64decode(found.get("hdrs", "")).decode(errors="replace").split("\r\n")[1:]
         parts = (line.partition(":") for line in lines)
         headers = {name.strip(): value.strip() for name, colon, value in parts if colon}
-        return StoredMessage(int(found["seq"]), headers, b64decode(found.get("data", "")))
+        message = StoredMessage(int(found["seq"]), headers, b64decode(found.get("data", "")))
+        return found["subject"], message
 
     async def last_of_each(
         self, stream: str, subjects: Iterable[str]

@@ -8,6 +8,9 @@
   Then the lease is deleted; from then on everything bound to it is void.
 - The marks and the observer decide whether a renewal was unchanged for a ttl. The observer also
   decides when to look at which lease.
+- More than a few leases are looked at together: the beginning of the stream of renewals shows those
+  that were not renewed for a while (`renewals`). So N clients that watch N leases cost N requests
+  at a time and not N times N.
 - A lease is written before its first renewal. If its holder dies at any point, the lease is in
   every client's copy. Leases that no client waits for are checked by a sweep, a few at a time.
 
@@ -22,7 +25,7 @@ import logging
 import math
 import random
 import uuid
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -31,17 +34,21 @@ from doyen.errors import LeaseGone, StoreError, StoreUnavailable
 from doyen.events import LeaseEnded
 from doyen.events.log_lines import log_line
 from doyen.model import Entry, Lease
-from doyen.stores.kit.expiry import LeaseRow
+from doyen.stores.kit.expiry import RENEWED_BY, LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.nats.jetstream import PIPELINED, JetStream, StoredMessage, WrongSequence
 from doyen.stores.nats.mirror import BucketConsumer, Mirror
+from doyen.stores.nats.renewals import OldRenewals
 from doyen.stores.nats.view import LEASE, subject_of
 from doyen.stores.port import Context
 
 log = logging.getLogger("doyen.nats")
 
-CHECKED = 16
-"""How many of the first entries of a list have their leases checked."""
+FEW = 4
+"""So many leases are looked at one by one."""
+READ_AT_ONCE = 64
+"""How many old renewals are read one after the other. If there are more, for example after an
+outage, leases are looked at one by one, in pipelined requests."""
 MARK_S = 0.1
 """A mark older than this is replaced when leases are looked at."""
 SWEEP_S = 2.0
@@ -95,6 +102,13 @@ class Marks:
             return float("inf")
         return now - self._times[-1]
 
+    def position(self, incarnation: str, before: float) -> int:
+        """A position that the stream had reached at a time; the highest that is known."""
+        if incarnation != self._incarnation:
+            return 0
+        index = bisect_right(self._times, before)
+        return self._positions[index - 1] if index else 0
+
     def unchanged_s(self, incarnation: str, sequence: int, now: float) -> float:
         """For how long the message with this sequence has been in the stream, at least."""
         if incarnation != self._incarnation:
@@ -123,6 +137,10 @@ class NatsLeases:
         self._marks = Marks()
         self._created, self._replicated = "", False
         """Of the stream of renewals: when it was created, and whether it has several replicas."""
+        self._old = OldRenewals(0)
+        self._old_of = ""
+        """The incarnation to which they belong."""
+        self._looks = 0
         self._held: dict[str, int] = {}
         """The sequence of the last renewal of each lease that this client holds."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,7 +182,7 @@ class NatsLeases:
             except WrongSequence:
                 # Only this client renews the lease. Either the lease has ended, or a renewal that
                 # was not answered was carried out.
-                found = await self._renewals.last(f"KV_{self._bucket}_beats", subject)
+                found = await self._renewals.last(self._stream, subject)
                 if found is None or found.deleted:
                     self._held.pop(lease.id, None)
                     break
@@ -243,12 +261,23 @@ class NatsLeases:
         """For the observer: the last renewal of each lease. The server's clock is not used."""
         if self._marks.age_s(self._incarnation, self._now()) >= MARK_S:
             await self._mark()
-        incarnation, stream = self._incarnation, f"KV_{self._bucket}_beats"
-        renewals = await self._jetstream.last_of_each(stream, map(self._subject, leases))
+        incarnation = self._incarnation
+        together = await self._read_old(leases) if len(leases) > FEW else set()
+        alone = [lease for lease in leases if lease not in together]
+        found = await self._jetstream.last_of_each(self._stream, map(self._subject, alone))
         if self._incarnation != incarnation:
             raise StoreUnavailable("the server was replaced while leases were being looked at")
-        found = zip(leases, renewals, strict=True)
-        rows = [self._row(lease, renewal, incarnation) for lease, renewal in found]
+        renewals = dict(zip(alone, found, strict=True))
+        for lease, renewal in renewals.items():
+            self._old.found(lease, renewal)
+        self._looks += 1
+        rows = []
+        for lease in leases:
+            renewal = renewals[lease] if lease in renewals else self._old.unchanged(lease)
+            if lease in together and renewal is None:
+                rows.append(self._renewed(lease, incarnation))
+            else:
+                rows.append(self._row(lease, renewal, incarnation))
         for row in rows:
             if row.ttl_us is None and row.lease in self._mirror.view.leases:
                 await self._end(row.lease)  # another client died between the two steps
@@ -266,6 +295,68 @@ class NatsLeases:
             unchanged_s = self._marks.unchanged_s(incarnation, counter, self._now())
         return LeaseRow(lease, round(ttl_s * 1e6), counter, -1, incarnation, unchanged_s)
 
+    def _renewed(self, lease: str, incarnation: str) -> LeaseRow:
+        """The row of a lease that was renewed lately. Its counter is not known; it differs from the
+        one before."""
+        ttl_s = self._mirror.view.leases.get(lease)
+        if ttl_s is None:
+            return LeaseRow(lease, None, 0, 0, incarnation)
+        return LeaseRow(lease, round(ttl_s * 1e6), -self._looks, -1, incarnation, 0.0)
+
+    async def _read_old(self, leases: Sequence[str]) -> set[str]:
+        """Read the renewals that have not been replaced for longer than is usual. Returns those of
+        the leases about which that tells everything: the others are to be looked at one by one."""
+        ttls = self._mirror.view.leases
+        known = sorted(ttl_s for lease in leases if (ttl_s := ttls.get(lease)))
+        if not known:
+            return set()
+        usual_s = known[len(known) // 2]
+        unknown = [each for each in leases if each not in self._old.known and ttls.get(each)]
+        if len(unknown) > READ_AT_ONCE:
+            await self._read_all()
+        until = self._marks.position(self._incarnation, self._now() - RENEWED_BY * usual_s)
+        if not await self._read_until(until):
+            return set()
+        return {
+            lease
+            for lease in leases
+            if lease in self._old.known and (ttls.get(lease) or 0.0) >= usual_s
+        }
+
+    async def _read_until(self, until: int) -> bool:
+        """Read the stream of renewals up to a position; False if too many are there."""
+        old = self._old
+        position = old.next_to_read(0, until)
+        for _ in range(READ_AT_ONCE):
+            if position is None:
+                return True
+            found = await self._jetstream.next(self._stream, self._subject(">"), position)
+            if self._old is not old:
+                return False
+            if found is None or found[1].sequence > until:
+                old.read(position, until + 1)
+                return True
+            subject, renewal = found
+            lease = subject.rpartition(".")[2]
+            old.read(position, renewal.sequence + 1)
+            old.found(lease, renewal)
+            if renewal.deleted and lease in self._mirror.view.leases:
+                await self._end(lease)  # another client died between the two steps
+            position = old.next_to_read(renewal.sequence, until)
+        return False
+
+    async def _read_all(self) -> None:
+        """Read the last renewal of every lease, as `mirror` reads the bucket."""
+        old, subjects = self._old, self._subject(">")
+        old.forget_all_but(self._mirror.view.leases)
+        last = await self._jetstream.last(self._stream, subjects)
+        position, until = 0, last.sequence if last else 0
+        async with BucketConsumer.open(self._jetstream, f"{self._bucket}_beats") as consumer:
+            while consumer.pending > 0 or position < until:
+                subject, renewal = await consumer.next()
+                position = renewal.sequence
+                old.found(subject.rpartition(".")[2], renewal)
+
     @property
     def _incarnation(self) -> str:
         """Of the stream of renewals: differs if renewals that were confirmed may be lost. This is
@@ -275,11 +366,14 @@ class NatsLeases:
 
     async def _mark(self) -> None:
         server = self._jetstream.server_id
-        info = await self._jetstream.call(f"STREAM.INFO.KV_{self._bucket}_beats")
+        info = await self._jetstream.call(f"STREAM.INFO.{self._stream}")
         if self._jetstream.server_id == server:
             self._created = info["created"]
             self._replicated = info["config"]["num_replicas"] > 1
-            self._marks.note(self._incarnation, int(info["state"]["last_seq"]), self._now())
+            position = int(info["state"]["last_seq"])
+            self._marks.note(self._incarnation, position, self._now())
+            if self._incarnation != self._old_of or self._old.went_back(position):
+                self._old_of, self._old = self._incarnation, OldRenewals(position)
 
     async def _sweep(self) -> None:
         """End leases that have expired though no client waits for them.
@@ -320,6 +414,10 @@ class NatsLeases:
                 if isinstance(outcome, BaseException):
                     raise outcome
         return len(over)
+
+    @property
+    def _stream(self) -> str:
+        return f"KV_{self._bucket}_beats"
 
     def _subject(self, lease: str) -> str:
         return f"$KV.{self._bucket}_beats.{lease}"

@@ -23,7 +23,7 @@ from doyen.stores.nats.jetstream import (
     StreamMissing,
     WrongSequence,
 )
-from doyen.stores.nats.leases import CHECKED, NatsLeases
+from doyen.stores.nats.leases import NatsLeases
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import CREATED, LEASE, subject_of
 from doyen.stores.port import Capabilities, Context, Creation, Watch
@@ -263,7 +263,7 @@ class NatsStore(GuardedStore):
         while True:
             await self._mirror.catch_up()
             entries = self._mirror.view.under(prefix)
-            if not await self._leases.expire_owners(entries[:CHECKED]):
+            if not await self._leases.expire_owners(entries):
                 return entries
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
