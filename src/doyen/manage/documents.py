@@ -78,9 +78,12 @@ class Document:
         self.key = key
         self._calls = calls
 
-    async def read(self) -> Versioned | None:
-        """The current version, or None. Raises `BadDocument` if it cannot be read."""
+    async def read(self, known: Versioned | None = None) -> Versioned | None:
+        """The current version, or None. Raises `BadDocument` if it cannot be read. If it is still
+        `known`, that is returned: a large document is not decoded again."""
         entry = await self._calls.call(self._calls.store.get(self.key))
+        if known is not None and entry == known.entry:
+            return known
         return None if entry is None else Versioned.decode(entry)
 
     async def write(
@@ -179,7 +182,7 @@ class Document:
 
         async def read() -> Versioned | BadDocument | None:
             try:
-                return await self.read()
+                return await self.read(last)
             except BadDocument as error:
                 # Each is a new exception; the observer is told once.
                 return bad if bad is not None and str(bad) == str(error) else error

@@ -220,8 +220,10 @@ class ShardOwner:
         self._watches: dict[str, Watch] = {}
         self._stale = dict.fromkeys(("plan", "members"), True)
         """What has changed since it was read."""
-        self._due = True
-        """The slots may not be what the plan says."""
+        self._due_all = True
+        """All slots may not be what the plan says."""
+        self._due: set[int] = set()
+        """Shards whose slot may not be what the plan says."""
         self._incarnation = 0
         """The last incarnation of this member."""
         self._mine: list[int] = []
@@ -300,9 +302,10 @@ class ShardOwner:
                 ):
                     self._stale["members"] = False
                     self._others = await seen_members(self.core, self.settings.shards)
-                    self._due = True
-                if self._due or self._failures.next_time() <= asyncio.get_running_loop().time():
-                    self._due = False
+                    self._due.update(self.plan.moves)
+                if self._failures.next_time() <= asyncio.get_running_loop().time():
+                    self._due_all = True
+                if self._due_all or self._due:
                     self._follow_plan()
                 if self._unheld:
                     await self._look_at_unheld()
@@ -318,7 +321,11 @@ class ShardOwner:
             await self._wakeup.sleep(self._failures.next_time())
 
     def _look_again(self) -> None:
-        self._due = True
+        self._due_all = True
+        self._wakeup.wake()
+
+    def _look_again_at(self, shard: int) -> None:
+        self._due.add(shard)
         self._wakeup.wake()
 
     async def _watch(self) -> None:
@@ -342,7 +349,7 @@ class ShardOwner:
         async with self._reading:
             self._stale["plan"] = False
             try:
-                version = await self._document.read()
+                version = await self._document.read(self._version)
             except BaseException:
                 self._stale["plan"] = True
                 raise
@@ -362,7 +369,7 @@ class ShardOwner:
             if plan.retry != self.plan.retry:
                 self._failures = BodyFailures()
             self._version, self.plan = version, plan
-            self._stale["members"] = self._due = True
+            self._stale["members"] = self._due_all = True
             name = self.settings.name
             self._mine = [shard for shard, owner in enumerate(plan.owners) if owner == name]
             self._mine += [shard for shard, move in plan.moves.items() if move.to == name]
@@ -392,12 +399,15 @@ class ShardOwner:
         """
         listed = self.registration.incarnation is not None
         self._incarnation = self.registration.incarnation or self._incarnation
-        for slot in list(self.slots.values()):
-            if not self._is_planned(slot.shard):
-                self._release(slot, "the plan gives it to another member")
+        due = dict.fromkeys([*self.slots, *self._mine]) if self._due_all else sorted(self._due)
+        self._due_all = False
+        self._due.clear()
         pausing = self._failures.pausing(asyncio.get_running_loop().time())
-        for shard in self._mine if listed else ():
-            if shard not in self.slots and shard not in pausing and self._is_planned(shard):
+        for shard in due:
+            slot, planned = self.slots.get(shard), self._is_planned(shard)
+            if slot is not None and not planned:
+                self._release(slot, "the plan gives it to another member")
+            elif slot is None and planned and listed and shard not in pausing:
                 slot = self.slots[shard] = Slot(shard)
                 self._claim(slot)
         coming = {
@@ -417,7 +427,7 @@ class ShardOwner:
             self._report("shard_prepare_failed", shard, error)
         elif move in self._prepared:
             self._prepared[move] = True
-            self._look_again()
+            self._look_again_at(shard)
 
     def _report(self, event: str, shard: int, error: BaseException) -> None:
         name = f"{self.settings.shards}/{shard}"
@@ -591,7 +601,7 @@ class ShardOwner:
     def _gone(self, slot: Slot) -> None:
         del self.slots[slot.shard]
         self._empty.set()
-        self._look_again()
+        self._look_again_at(slot.shard)
 
     async def _look_at_unheld(self) -> None:
         """End terms whose record was removed. What the plan says may be out of date, so the records

@@ -170,6 +170,8 @@ def choose_standbys(
     >>> choose_standbys(["a", "c"], zones, 1)
     (('c', 'a'),)
     """
+    if not number:
+        return ()
     names = sorted(members)
     several_zones = len({each.zone for each in members.values()}) > 1
     rings: dict[str | None, list[str]] = {}
