@@ -1,9 +1,10 @@
 """The database of one handle: its connection, its thread, and the meaning of its errors.
 
-All SQL runs on one thread, which executes all pending operations in one transaction. A thousand
-candidates of one session therefore cost few commits, and a slow disk never blocks the loop on which
-leases are renewed. Commits that create a record or put a value are on disk before they are
-confirmed (`synchronous=FULL`); other commits can be lost only in a power failure.
+All SQL runs on one thread, which executes all pending operations in one transaction, those that
+arrive while it waits for the write lock included. A thousand candidates of one session therefore
+cost few commits, and a slow disk never blocks the loop on which leases are renewed. Commits that
+create a record or put a value are on disk before they are confirmed (`synchronous=FULL`); other
+commits can be lost only in a power failure.
 
 The thread itself waits for the write lock, with much shorter pauses than SQLite's busy handler. If
 no other process commits for `PATIENCE_S`, the batch fails with an error that names the process that
@@ -22,7 +23,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -90,6 +91,8 @@ class Database:
         self._inbox = inbox
         self._patience_s = patience_s
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._first: _Operation | None = None
+        """An operation that was taken from the queue, and belongs to the next batch."""
         self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
         self._connection: sqlite3.Connection
         self._identity = (0, 0)
@@ -153,20 +156,34 @@ class Database:
 
     def _take(self) -> list[_Operation]:
         """All pending operations; empty when the database is closed."""
-        first = self._queue.get()
+        first, self._first = self._first or self._queue.get(), None
         if first is None:
             return []
-        batch = [first]
-        try:
-            while len(batch) < _BATCH:
+        return [first, *self._pending(_BATCH - 1)]
+
+    def _pending(self, number: int) -> Iterator[_Operation]:
+        """The operations that are in the queue by now."""
+        for _ in range(number):
+            try:
                 operation = self._queue.get_nowait()
-                if operation is None:
-                    self._queue.put(None)
-                    break
-                batch.append(operation)
-        except Empty:
-            pass
-        return batch
+            except Empty:
+                return
+            if operation is None:
+                self._queue.put(None)
+                return
+            yield operation
+
+    def _join(self, wanted: list[_Operation], batch: list[_Operation]) -> None:
+        """Add the operations that arrived while the batch waited for the lock. How durable the
+        transaction is was decided before it began."""
+        durable = self._synchronous == "FULL"
+        for operation in self._pending(_BATCH - len(wanted)):
+            if operation.durable and not durable:
+                self._first = operation
+                return
+            batch.append(operation)
+            if not operation.answer.cancelled():
+                wanted.append(operation)
 
     def _post(self, act: Callable[..., None], *args: object) -> None:
         try:
@@ -192,7 +209,7 @@ class Database:
                     return None
                 except WriteNeeded:
                     self._roll_back()
-            return self._write(wanted)
+            return self._write(wanted, batch)
         except Exception as error:  # noqa: BLE001 (raised by every operation of the batch)
             self._roll_back()
             for operation in wanted:
@@ -216,9 +233,11 @@ class Database:
         self._attempt(batch, self._transaction(writable=False))
         self._execute("COMMIT")
 
-    def _write(self, batch: list[_Operation]) -> Transaction:
-        self._sync("FULL" if any(operation.durable for operation in batch) else "NORMAL")
-        self._begin(batch, "BEGIN IMMEDIATE")
+    def _write(self, wanted: list[_Operation], batch: list[_Operation]) -> Transaction:
+        """Execute the operations `wanted`, and those that join them, which are added to both."""
+        self._sync("FULL" if any(operation.durable for operation in wanted) else "NORMAL")
+        self._begin(wanted, "BEGIN IMMEDIATE")
+        self._join(wanted, batch)
         if not self.in_place():
             raise StoreUnusable(
                 f"{self.path} or its directory was removed or replaced while in use, so other"
@@ -226,7 +245,7 @@ class Database:
                 " token_floor above the highest token ever issued"
             )
         tables = self._transaction(writable=True)
-        self._attempt(batch, tables)
+        self._attempt(wanted, tables)
         tables.finish(self.stale, self._inbox.send)
         self._commit()
         return tables

@@ -45,6 +45,20 @@ SCHEMA = (
 _ENTRY = "SELECT key, value, revision, version, lease FROM entries "
 _AT_ONCE = 48
 _WATCHING = f"SELECT inbox, tag, scope FROM watches WHERE scope IN ({','.join('?' * _AT_ONCE)})"
+_MANY = 200
+_SOME = (
+    "SELECT count(*) FROM"
+    f" (SELECT 1 FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL LIMIT {_MANY})"
+)
+_OF_ENTRIES = "SELECT lease FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL"
+_OF_EACH = (
+    "SELECT lease FROM (WITH RECURSIVE each(lease) AS (SELECT min(lease) FROM entries WHERE lease"
+    " IS NOT NULL UNION ALL SELECT (SELECT min(lease) FROM entries WHERE lease > each.lease)"
+    " FROM each WHERE lease IS NOT NULL) SELECT lease FROM each) AS owner WHERE EXISTS (SELECT 1"
+    " FROM entries WHERE lease = owner.lease AND key > ? AND key < ?)"
+)
+"""The leases of entries under a prefix: of each entry, or each lease that has one. The index of
+leases contains the keys, so the latter takes a few steps for each lease."""
 _RANKS = 1 << 31
 
 Send = Callable[[str, Iterable[int]], bool]
@@ -247,12 +261,14 @@ class Transaction:
         return self._revision
 
     def _owners(self, scope: str) -> frozenset[str]:
-        rows = self._execute(
-            "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION"
-            " SELECT lease FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL",
-            (scope, *_under(scope)),
-        )
-        return frozenset(lease for (lease,) in rows)
+        query = "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION "
+        query += _OF_EACH if self._are_many(scope) else _OF_ENTRIES
+        return frozenset(lease for (lease,) in self._execute(query, (scope, *_under(scope))))
+
+    def _are_many(self, scope: str) -> bool:
+        """Whether a scope has so many entries that it is better to go through all leases."""
+        (number,) = self._execute(_SOME, _under(scope)).fetchone()
+        return int(number) == _MANY
 
     def _watching(self) -> Iterable[tuple[str, int, str]]:
         """The watches of changed keys and of the scopes that contain them."""
