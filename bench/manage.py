@@ -37,6 +37,9 @@ PATIENCE_S = 300.0
 STEADY_S = 1.0
 """Nothing happens for this long before something is measured."""
 
+SOON_S = 0.2
+"""Bodies have begun, and what was changed with a move is settled."""
+
 p50 = statistics.median
 
 
@@ -50,9 +53,9 @@ class Managed(Crew):
         return self.start_command(who, ["-m", "bench.managed", role, given])
 
     def begin_all(self, names: Sequence[str], role: str, **options: Any) -> None:
+        """Start processes, one after the other: each takes all of a core until it is ready."""
         for who in names:
             self.begin(who, role, **options)
-        for who in names:
             self.wait("ready", who, PATIENCE_S)
 
     def order(self, who: str, answer: str, **order: Any) -> Report:
@@ -119,11 +122,8 @@ def _members(
 ) -> list[Figure]:
     names = [f"p{number}" for number in range(processes)]
     total = processes * sessions
-    for who in names:  # one after the other, because connecting takes all of a core
-        crew.begin(who, "members", sessions=sessions, spare=burst, ttl_s=60.0)
-        crew.wait("ready", who, PATIENCE_S)
-    crew.begin("observers", "observers", sessions=observers, ttl_s=60.0)
-    crew.wait("ready", "observers", PATIENCE_S)
+    crew.begin_all(names, "members", sessions=sessions, spare=burst, ttl_s=60.0)
+    crew.begin_all(["observers"], "observers", sessions=observers, ttl_s=60.0)
 
     def until(known: int) -> Report:
         """Wait until every observer knows so many members, and return the counts until then."""
@@ -271,7 +271,7 @@ class Owners:
         self.names = list(names)
         self.count = count
         self._owned = dict.fromkeys(names, 0)
-        self._last = 0.0
+        self.last = 0.0
 
     def died(self, who: str) -> None:
         self.names.remove(who)
@@ -279,15 +279,12 @@ class Owners:
 
     def all_owned(self) -> float:
         """Wait until every shard is owned. Returns when the last body began."""
-
-        def owned(report: Report) -> bool:
-            if report["kind"] == "owned" and report["who"] in self._owned:
+        while sum(self._owned.values()) != self.count:
+            report = self.crew.wait("owned", within_s=PATIENCE_S)
+            if report["who"] in self._owned:
                 self._owned[report["who"]] = report["count"]
-                self._last = max(self._last, report["last"])
-            return sum(self._owned.values()) == self.count and report["kind"] == "owned"
-
-        self.crew.wait_for(owned, PATIENCE_S, f"{self.count} shards owned")
-        return self._last
+                self.last = max(self.last, report["last"])
+        return self.last
 
     def events(self) -> list[Event]:
         """What bodies did since the last time, in order."""
@@ -358,8 +355,7 @@ def _shards(
     crew: Managed, store: str, count: int, members: int, handovers: int, ttl_s: float
 ) -> list[Figure]:
     names = [f"m{number}" for number in range(members)]
-    crew.begin("detector", "detector")
-    crew.wait("ready", "detector", PATIENCE_S)
+    crew.begin_all(["detector"], "detector")
     crew.begin_all(names, "shards", ttl_s=ttl_s)
     owners = Owners(crew, names, count)
     title = f"{store}: {count} shards, {members} members"
@@ -373,7 +369,7 @@ def _shards(
                 value=owners.all_owned() - began,
                 unit="s",
                 limit=15.0,
-                details={"per_s": round(count / (owners._last - began))},
+                details={"per_s": round(count / (owners.last - began))},
             )
         ]
         time.sleep(2 * STEADY_S)
@@ -396,7 +392,7 @@ def _shards(
             to = next(name for name in owners.names if name != owner)
             owners.events()
             asked.move(shard, to=to)
-            owners.all_owned()
+            time.sleep(SOON_S)
             handed.append(gaps_ms(owners.events())[shard])
         asked.configure(pins={})
         time.sleep(STEADY_S)
@@ -460,7 +456,7 @@ def _drain(
     began = now()
     session.shards(SET).drain(victim, wait_s=PATIENCE_S)
     took_s = now() - began
-    owners.all_owned()
+    time.sleep(STEADY_S)
     gaps = gaps_ms(owners.events())
     return Figure(
         name=f"{title}, a drain of {len(seen.owned_by(victim))}, longest unowned",

@@ -52,6 +52,8 @@ ASIDE_FROM = 500
 """From this number of shards on, plans are computed on another thread."""
 TICK_S = 1.0
 """How often to look at moves and members that are waited for if nothing changes."""
+LINGER_S = 0.5
+"""How long after a plan the next one may wait for more moves to be complete."""
 CHECK_AFTER_TTLS = 10
 """If records keep changing, they are checked after this many ttls."""
 GETS_AT_ONCE = 32
@@ -113,6 +115,7 @@ class Controller:
         self._current = ShardPlan()
         """The plan that follows from it."""
         self._stepped_at = 0.0
+        self._written_at = 0.0
         self._records_at = 0.0
         """When a record changed last, and when one did first after they were checked."""
         self._records_since = 0.0
@@ -191,16 +194,33 @@ class Controller:
             plan = compute()
         else:
             plan = await core.runtime.aside(compute, lambda _: None)
+        if self._may_linger(plan, now):
+            await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
+            return spec.settle_s
         self._stepped_at = now
         changed = plan.significant() != self._current.significant()
         self._current = plan
         if changed or self._known is None:
             await self._write(self._known)
+            self._written_at = now
         if changed and not plan.open:
             return spec.settle_s  # perhaps no record stands already
         waits = self._depends_on_records() or bool(plan.grace)
         await self._wakeup.sleep(asyncio.get_running_loop().time() + TICK_S if waits else math.inf)
         return spec.settle_s
+
+    def _may_linger(self, plan: ShardPlan, now: float) -> bool:
+        """Whether the step can wait until more moves are complete, because every member reads each
+        plan: fewer than half of them are, nothing else is new, and the last plan is recent."""
+        before = self._current
+        done = [shard for shard in before.moves if shard not in plan.moves]
+        return (
+            0 < 2 * len(done) < len(before.moves)
+            and now < self._written_at + LINGER_S
+            and all(plan.owners[shard] == before.moves[shard].to for shard in done)
+            and (plan.members, plan.failed, plan.aside, plan.generation, plan.open)
+            == (before.members, before.failed, before.aside, before.generation, before.open)
+        )
 
     def _depends_on_records(self) -> bool:
         return bool(self._current.moves) or not self._current.open

@@ -16,8 +16,10 @@ For each shard that the member claims or owns there is one `Slot`:
 - A record that another member still holds is watched, until it is gone or not planned any more. The
   records of a large set are not watched together: each change would be reported to each member.
 - Everything else is done for the set and not for each shard: one lease, one entry in the list of
-  members, two watches, and a few tasks that claim. That the records of shards that run still stand
-  is checked by the controller. An owner that the plan tells of a missing record reads it.
+  members, a watch of the plan, and a few tasks that claim. The members are watched while shards are
+  to move from here, to see when the new owners are ready.
+- That the records of shards that run still stand is checked by the controller. An owner that the
+  plan tells of a missing record reads it.
 """
 
 from __future__ import annotations
@@ -53,19 +55,24 @@ from doyen.manage.shards.plan import Move, ShardPlan
 from doyen.manage.shards.spec import check_weight
 from doyen.manage.shards.steps import SeenMember
 from doyen.model import members_key, shards_key
-from doyen.stores.port import Watch
+from doyen.stores.port import Creation, Watch
 from doyen.term import Term, TermState
 
 __all__ = ["Bodies", "OwnerSettings", "ShardOwner", "ShardTerm"]
 
 log = logging.getLogger("doyen")
 
-CLAIMS_AT_ONCE = 32
+CLAIMS_AT_ONCE = 64
 """How many records a member claims or deletes at a time."""
 REPORTED = 32
 """How many shards that keep failing a member reports at a time."""
 STEADY_S = 60.0
 """A body that has run for this long has not failed to start; its earlier failures are forgotten."""
+ENDINGS_AT_ONCE = 2
+ENDING_TURN_S = 0.05
+"""So many shards at a time are let go because their new owner is ready: the next when these are
+gone, or after a while if their bodies take long to end. If all were let go at once, the requests of
+all new owners would compete, and every shard would be without an owner until the last is done."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """How long to wait before a body that ended is run again: doubled with each failure in a row."""
@@ -234,6 +241,10 @@ class ShardOwner:
         """The members to which shards of this one are moved."""
         self._prepared: dict[int, bool] = {}
         """The moves to this member, by id, and whether it is prepared for them."""
+        self._outgoing: dict[int, None] = {}
+        """The shards that wait for their turn to be let go."""
+        self._endings: set[int] = set()
+        """Those whose turn it is."""
         self._failures = BodyFailures()
         self._said: dict[str, Any] = {}
         self._claims: deque[Slot] = deque()
@@ -294,15 +305,10 @@ class ShardOwner:
         while True:
             self._wakeup.woken = False
             try:
-                await self._watch()
+                await self._watch("plan", shards_key(self.settings.shards, "plan"))
                 if self._stale["plan"]:
                     await self._read_plan()
-                if self._stale["members"] and any(
-                    self.plan.owners[shard] == self.settings.name for shard in self.plan.moves
-                ):
-                    self._stale["members"] = False
-                    self._others = await seen_members(self.core, self.settings.shards)
-                    self._due.update(self.plan.moves)
+                await self._read_members()
                 if self._failures.next_time() <= asyncio.get_running_loop().time():
                     self._due_all = True
                 if self._due_all or self._due:
@@ -320,6 +326,19 @@ class ShardOwner:
                 continue
             await self._wakeup.sleep(self._failures.next_time())
 
+    async def _read_members(self) -> None:
+        """While shards are to move from here, see which new owners are ready."""
+        name, plan = self.settings.name, self.plan
+        if not any(plan.owners[shard] == name for shard in plan.moves):
+            if (watch := self._watches.pop("members", None)) is not None:
+                watch.close()
+            return
+        await self._watch("members", members_key(group_of(self.settings.shards)))
+        if self._stale["members"]:
+            self._stale["members"] = False
+            self._others = await seen_members(self.core, self.settings.shards)
+            self._due.update(self.plan.moves)
+
     def _look_again(self) -> None:
         self._due_all = True
         self._wakeup.wake()
@@ -328,17 +347,12 @@ class ShardOwner:
         self._due.add(shard)
         self._wakeup.wake()
 
-    async def _watch(self) -> None:
-        name, store = self.settings.shards, self.core.store
-        scopes = {
-            "plan": shards_key(name, "plan"),
-            "members": members_key(group_of(name)),
-        }
-        for part, scope in scopes.items():
-            if part not in self._watches:
-                watch = await self.core.call(store.watch(scope, partial(self._changed, part)))
-                self._watches[part] = watch
-                self._stale[part] = True
+    async def _watch(self, part: str, scope: str) -> None:
+        """Watch the plan or the members, if that is not done yet."""
+        if part not in self._watches:
+            watching = self.core.store.watch(scope, partial(self._changed, part))
+            self._watches[part] = await self.core.call(watching)
+            self._stale[part] = True
 
     def _changed(self, part: str) -> None:
         self._stale[part] = True
@@ -371,7 +385,7 @@ class ShardOwner:
             self._version, self.plan = version, plan
             self._stale["members"] = self._due_all = True
             name = self.settings.name
-            self._mine = [shard for shard, owner in enumerate(plan.owners) if owner == name]
+            self._mine = plan.owned_by(name)
             self._mine += [shard for shard, move in plan.moves.items() if move.to == name]
             self._unheld = [shard for shard in plan.unheld if shard in self.slots]
 
@@ -406,10 +420,14 @@ class ShardOwner:
         for shard in due:
             slot, planned = self.slots.get(shard), self._is_planned(shard)
             if slot is not None and not planned:
-                self._release(slot, "the plan gives it to another member")
+                if shard in self.plan.moves and slot.stage is Stage.RUNNING and not self._stopping:
+                    self._outgoing[shard] = None
+                else:
+                    self._release(slot, "the plan gives it to another member")
             elif slot is None and planned and listed and shard not in pausing:
                 slot = self.slots[shard] = Slot(shard)
                 self._claim(slot)
+        self._take_turns()
         coming = {
             move.id: shard
             for shard, move in self.plan.moves.items()
@@ -421,6 +439,21 @@ class ShardOwner:
                 self._bodies.prepare(shard, partial(self._prepare_ended, move, shard))
         self._prepared = {move: done for move, done in self._prepared.items() if move in coming}
         self._say()
+
+    def _take_turns(self) -> None:
+        """Let go shards whose new owner is ready, a few at a time."""
+        while self._outgoing and len(self._endings) < ENDINGS_AT_ONCE:
+            shard = next(iter(self._outgoing))
+            del self._outgoing[shard]
+            slot = self.slots.get(shard)
+            if slot is not None and not self._is_planned(shard):
+                self._endings.add(shard)
+                asyncio.get_running_loop().call_later(ENDING_TURN_S, self._end_turn, shard)
+                self._release(slot, "the plan gives it to another member")
+
+    def _end_turn(self, shard: int) -> None:
+        self._endings.discard(shard)
+        self._take_turns()
 
     def _prepare_ended(self, move: int, shard: int, error: BaseException | None) -> None:
         if error is not None:
@@ -478,11 +511,7 @@ class ShardOwner:
                 )
                 attempt.on_change = partial(self._record_changed, slot)
             slot.changed = False
-            creation = await attempt.write(
-                core.store.create(
-                    attempt.record_key, attempt.record_value(), attempt.keepalive.lease
-                )
-            )
+            creation = await self._find_or_create(slot.shard, attempt)
             won = creation.won or attempt.is_mine(creation.entry)
             if not won and await core.deletions.delete_left_over(creation.entry):
                 self._claim(slot)
@@ -518,6 +547,17 @@ class ShardOwner:
             slot.stage = Stage.BLOCKED
             if slot.changed:
                 self._claim(slot)
+
+    async def _find_or_create(self, shard: int, attempt: Attempt) -> Creation:
+        """Create a record. That of a shard that is on its way here is usually still the old
+        owner's: it is watched and read first, which costs less than to try to create it."""
+        store = self.core.store
+        if shard in self.plan.moves and await attempt.watch_record():
+            standing = await attempt.get(attempt.record_key)
+            if standing is not None:
+                return Creation(False, standing)
+        lease = attempt.keepalive.lease
+        return await attempt.write(store.create(attempt.record_key, attempt.record_value(), lease))
 
     def _record_changed(self, slot: Slot) -> None:
         """A record that another member holds, or held, has changed."""
@@ -601,6 +641,7 @@ class ShardOwner:
     def _gone(self, slot: Slot) -> None:
         del self.slots[slot.shard]
         self._empty.set()
+        self._end_turn(slot.shard)
         self._look_again_at(slot.shard)
 
     async def _look_at_unheld(self) -> None:

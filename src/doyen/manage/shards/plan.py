@@ -18,6 +18,10 @@ NO_MEMBER = ""
 """In place of a name: the shard has no owner, or no such standby."""
 
 
+SLOW_S = 1.0
+"""An old owner that has been ending for this long is slow."""
+
+
 class PlannedMember(NamedTuple):
     """What the plan says about a member, for clients to route by."""
 
@@ -36,7 +40,7 @@ class Move(NamedTuple):
     id: int
     """Distinguishes it from every other move of this set."""
     ready: bool = False
-    """`to` is prepared, and the old owner is ending."""
+    """`to` is prepared, and the old owner is ending. The document says so when that takes long."""
     stuck: bool = False
     """The old owner has been ending for too long."""
     age_s: float = 0.0
@@ -95,6 +99,16 @@ class ShardPlan:
             return (move.to, move.incarnation) == (member, incarnation)
         return self.owners[shard] == member
 
+    def owned_by(self, member: str) -> list[int]:
+        """The shards of which a member is the planned owner."""
+        found, start = [], -1
+        try:
+            while True:
+                start = self.owners.index(member, start + 1)
+                found.append(start)
+        except ValueError:
+            return found
+
     def loads(self) -> dict[str, int]:
         """How many shards each member owns or is about to own."""
         loads: dict[str, int] = {}
@@ -104,10 +118,14 @@ class ShardPlan:
         return loads
 
     def significant(self) -> ShardPlan:
-        """The plan without what only passes the time."""
+        """The plan without what only passes the time. That a new owner is ready is worth a write,
+        which every member reads, only if the old one takes a while to end."""
         return replace(
             self,
-            moves={shard: move._replace(age_s=0.0) for shard, move in self.moves.items()},
+            moves={
+                shard: move._replace(age_s=0.0, ready=move.ready and move.age_s >= SLOW_S)
+                for shard, move in self.moves.items()
+            },
         )
 
     def encode(self) -> dict[str, Any]:
@@ -152,9 +170,9 @@ class ShardPlan:
             named = [*names, NO_MEMBER]  # the index -1
 
             def column(indices: list[int]) -> tuple[str, ...]:
-                if indices and (min(indices) < -1 or max(indices) >= len(names)):
+                if any(not -1 <= each < len(names) for each in set(indices)):
                     raise ValueError("an index is outside the table of names")
-                return tuple([named[each] for each in indices])
+                return tuple(map(named.__getitem__, indices))
 
             return cls(
                 generation=int(body["generation"]),
