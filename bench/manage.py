@@ -501,7 +501,6 @@ def _partitioned(
     for who in names:
         options = json.dumps({"who": who, "port": port, "ttl_s": ttl_s, "count": count})
         crew.start_command(who, [PARTITIONER, kind, options], interpreter(kind))
-    for who in names:
         crew.wait("ready", who, PATIENCE_S)
     owners = Owners(crew, names, count)
     began = now()
