@@ -33,9 +33,12 @@ async def test_operations_that_arrive_while_the_lock_is_waited_for_share_a_trans
         lease, others = await store.grant(TTL_S), await other.grant(TTL_S)
         commits: list[Transaction] = []
         deliver = store._database.deliver
-        store._database.deliver = lambda committed: (commits.append(committed), deliver(committed))[
-            1
-        ]
+
+        def note(committed: Transaction) -> None:
+            commits.append(committed)
+            deliver(committed)
+
+        store._database.deliver = note
         blocking = sqlite3.connect(tmp_path / "doyen.db", isolation_level=None)
         blocking.execute("BEGIN IMMEDIATE")
         first = asyncio.ensure_future(store.create("a/first", b"", lease))

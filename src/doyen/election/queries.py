@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LONGEST_SETTLE = 20
+LONGEST_SETTLE = 10
 """An observer that waits for changes to settle waits this many times as long at most."""
 log = logging.getLogger("doyen")
 

@@ -27,9 +27,9 @@ __all__ = [
 SUSPECT_AFTER = 2 / 3
 """A member is suspected after this fraction of its ttl without a renewal, which is twice the usual
 time between renewals."""
-SETTLE_S = 0.05
-"""How long an observer waits after a change before it reads the list, so that members that join or
-leave at the same time cost one read."""
+SETTLE_S = 0.1
+"""How long an observer waits after the last change before it reads the list, so that members that
+join or leave at the same time cost one read."""
 
 
 @dataclass(frozen=True, slots=True)
