@@ -25,7 +25,7 @@ from doyen.events import Record, Waiting
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Lease, leader_key, line_key, order_key
-from doyen.stores.zookeeper.session import LeaseSession
+from doyen.stores.zookeeper.session import CONNECT_ATTEMPTS, LeaseSession
 from fixtures import shared
 from test_zookeeper import TTL_S, opened
 
@@ -470,3 +470,33 @@ def test_an_election_outlives_the_ensembles_own(fault: str, tmp_path: Path) -> N
     assert took_s <= worst_s + 0.2
     assert not report.violations, report.violations[0].story
     assert report.terms >= 2
+
+
+def test_a_session_that_cannot_be_taken_over_is_left_to_expire(
+    server: servers.ZooKeeper, proxy: servers.Proxy, election: str
+) -> None:
+    """Servers count every attempt to connect as a sign of life of the session."""
+
+    async def main() -> None:
+        async with opened(server.url) as holder, opened(proxy.url) as ender:
+            lease = await holder.grant(TTL_S)
+            key, warrant = leader_key(election), holder.warrant(lease)
+            await holder.create(key, b"v", lease)
+            proxy.cut("down")
+            ending = asyncio.ensure_future(ender.end(warrant))
+            await asyncio.sleep(0)
+
+            async def attempted() -> bool:
+                return ender._foreign[warrant]._unanswered == CONNECT_ATTEMPTS
+
+            async def gone() -> bool:
+                return await holder.get(key) is None
+
+            await eventually(attempted, "three attempts were made")
+            await eventually(gone, "the session has expired")
+            assert ender._foreign[warrant]._unanswered == CONNECT_ATTEMPTS
+            assert not ending.done()
+            proxy.heal()
+            ending.cancel()
+
+    asyncio.run(main())

@@ -49,6 +49,8 @@ from doyen.warden.child import main
 main(control, int(sys.argv[2]))
 """
 _PATH_BYTES = 1 << 17
+_FRUGAL = {"MALLOC_ARENA_MAX": "1"}
+"""Client libraries have threads, each of which would keep memory of its own."""
 GIVE_UP_S = 600.0
 """How long a store that does not answer is tried, after the holder has died: nobody looks after the
 child any more."""
@@ -156,6 +158,7 @@ def _start(control: socket.socket, owner: int) -> None:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[control.fileno(), owner],
                 start_new_session=True,
+                env={**os.environ, **_FRUGAL},
             )
         process.wait()
     except (OSError, Refused) as error:

@@ -22,7 +22,6 @@ from functools import partial
 from typing import NamedTuple
 
 from doyen._waiting import retrieve, shared
-from doyen.audit import AuditLog
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.events import Event, LeaseEnded, Record
 from doyen.events.log_lines import log_line
@@ -147,6 +146,8 @@ class Witness:
 
 
 def _write(path: str, events: Sequence[Record]) -> None:
+    from doyen.audit import AuditLog  # only where there is a log
+
     audit = AuditLog(path)
     try:
         for event in events:
