@@ -195,15 +195,14 @@ def test_twenty_thousand_events_take_less_than_a_frame_each_time(
     measure of the processor time, which does not depend on what else the machine does."""
     with opened(browser, saved(tmp_path, busy_film())) as page:
         for zoom in (0, 40):
-            used = frame_ms(page, zoom)
-            print(f"zoomed out {zoom} times: {used:.1f} ms in each frame")
-            assert used < FRAME_MS
+            assert frame_ms(page, zoom) < FRAME_MS
 
 
 def frame_ms(page: Page, zoom: int) -> float:
-    """Play for two seconds. Returns the processor time of one frame."""
+    """Play for two seconds, as fast as one can. Returns the processor time of one frame."""
     for _ in range(zoom):
         page.keyboard.press("-")
+    page.locator("#speed button").last.click()
     page.keyboard.press("Home")
     devtools = page.context.new_cdp_session(page)
     devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -220,7 +219,9 @@ def frame_ms(page: Page, zoom: int) -> float:
         else done(frames); }; requestAnimationFrame(tick); })"""
     )
     page.click("#go")
-    return (used() - before) / int(frames) * 1000
+    spent = (used() - before) / int(frames) * 1000
+    print(f"zoomed out {zoom} times: {int(frames) / 2:g} frames a second, {spent:.1f} ms in each")
+    return spent
 
 
 def test_plots_of_a_comparison_can_be_switched(browser: Browser, tmp_path: Path) -> None:

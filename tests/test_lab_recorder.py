@@ -14,12 +14,13 @@ from doyen.lab import recorder as recording
 from doyen.lab import runner
 from doyen.lab.narration import make_world
 from doyen.lab.observer import Fate
-from doyen.lab.pages.film import record_run, record_scenario
+from doyen.lab.pages.film import FilmedTranscript, record_run, record_scenario
 from doyen.lab.phrases import phrase, reason, voter_view
 from doyen.lab.plan import DROP, Fault, Latencies, Plan
 from doyen.lab.protocols import PROTOCOLS, known
 from doyen.lab.recorder import ARRIVED, DOWN, FATES, FOLLOWING, LEADING, LogRows
 from doyen.lab.scenarios import SCENARIOS
+from doyen.lab.scenarios.elections import herd
 from doyen.quorum.consensus.core import Message, Recovered
 from doyen.quorum.consensus.raft.messages import Vote, VoteReply
 from mutants_raft import ComparesNothing
@@ -230,6 +231,19 @@ def test_every_scenario_has_scenes_that_tell_its_story(name: str) -> None:
     told = [line for scene in film["scenes"] for line in scene["story"] if line[1] != "note"]
     noted = [line for line in film["notes"] if TIMED.match(line)]
     assert len(told) + len(noted) == len([line for line in result.lines if TIMED.match(line)])
+
+
+def test_a_crowd_that_nobody_could_follow_is_not_a_scene() -> None:
+    """Of ten, a hundred and a thousand candidates, only the ten are drawn, for each recipe."""
+    transcript = FilmedTranscript()
+    herd(transcript, most=100)
+    scenes, notes = transcript.scenes()
+    assert [len(scene["lanes"]) for scene in scenes] == [3, 12, 3, 12]
+    assert scenes[1]["title"] == "10 wait, and all watch one key."
+    assert scenes[3]["title"] == "10 wait, and each watches one."
+    woken = [len(rows(scene, "notification")) for scene in scenes]
+    assert woken[1] > woken[3]
+    assert any("waiting   notified" in note for note in notes)
 
 
 def test_requests_to_a_store_are_messages_and_terms_are_roles() -> None:

@@ -23,9 +23,25 @@ function go(t, centre) {
     overCursor();
     top();
   }
+  const now = performance.now();
+  if (!playing || now - sidesAt >= SIDES_MS) {
+    sidesAt = now;
+    sides();
+  }
+}
+/* What stands beside the picture. Nobody reads it sixty times a second. */
+function sides() {
   gutter();
   tell();
   readout();
+}
+const SIDES_MS = 90;
+let sidesAt = 0;
+/* The cursor takes at least this long from one edge of the window to the other. */
+const CROSSING_S = 1.5;
+function widen() {
+  const least = Math.min(speed * 1e6 * CROSSING_S, UEND() + fold.pad);
+  if (wide < least) zoom(least / wide);
 }
 function step(way, list = scene.times, get) {
   play(false);
@@ -49,24 +65,24 @@ function play(on) {
   playing = on;
   $('go').replaceChildren(icon(on ? 'pause' : 'play'));
   $('go').setAttribute('aria-label', on ? 'Pause' : 'Play');
-  if (!on) readout();
-  if (on) {
-    pin(null);
-    if (at >= scene.end - 1) {
-      at = 0;
-    }
-    before = shown = performance.now();
-    requestAnimationFrame(frame);
-  }
+  turn += 1;
+  if (!on) return sides();
+  pin(null);
+  if (at >= scene.end - 1) at = 0;
+  widen();
+  before = shown = performance.now();
+  ask(turn);
 }
-function frame(now) {
-  if (!playing) return;
-  if (slow.matches && now - shown < 1000) return void requestAnimationFrame(frame);
+let turn = 0;
+const ask = mine => requestAnimationFrame(now => frame(now, mine));
+function frame(now, mine) {
+  if (!playing || mine !== turn) return;
+  if (slow.matches && now - shown < 1000) return ask(mine);
   const d = Math.min(slow.matches ? 1 : 0.1, Math.max(0, (now - before) / 1000));
   before = shown = now;
   go(fold.off(fold.on(at) + d * speed * 1e6));
-  if (at >= scene.end) return play(false);
-  requestAnimationFrame(frame);
+  if (at >= scene.end) play(false);
+  else ask(mine);
 }
 const toViolation = () => {
   if (scene.bad != null) {
@@ -96,6 +112,7 @@ for (const s of SPEEDS) {
 }
 function setSpeed(s) {
   speed = s;
+  if (playing) widen();
   [...$('speed').children].forEach((b, k) => b.setAttribute('aria-pressed', SPEEDS[k] === s));
 }
 addEventListener('keydown', e => {
