@@ -103,7 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--once", "end after a loss instead of campaigning again")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     frozen = "have a frozen doyen killed after this time; the command ends too (default: never)"
-    add_option(parser, "--frozen-after SECONDS", frozen)
+    add_option(parser, "--frozen-after TIME", frozen)
     add_option(parser, "--audit FILE", "append events to this audit log (default: none)")
     add_option(parser, "--verbose", "also report elections and resignations")
 
