@@ -78,6 +78,10 @@ class Board:
         """The rows that any page shows."""
         return list(dict.fromkeys(key for page in self.pages.values() for key in page.shown))
 
+    def is_shown(self, key: str) -> bool:
+        """Whether any page shows this row."""
+        return any(key in page.shown for page in self.pages.values())
+
     def row_changed(self, key: str) -> None:
         """A row is new, has changed, or is gone."""
         self._encoded.pop(key, None)

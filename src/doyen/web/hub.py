@@ -48,6 +48,8 @@ SHORT = 1000
 """A listing of no more entries than this costs little, even if a busy machine takes long for it."""
 PROBE_S = 1.0
 """How often the store is asked whether it answers, and leases are looked at."""
+PROBE_LEAST_S = 0.1
+"""The shortest pause between two such looks, if what is shown changes."""
 SILENT_S = 1.5
 """After this time without an answer, and a call that failed, the store counts as unreachable."""
 READERS = 16
@@ -162,15 +164,16 @@ class Hub:
                 if self._since is None and self.board.wall() - self._answered_at > SILENT_S:
                     self._since = self._answered_at
             self._tell_health()
+            await asyncio.sleep(PROBE_LEAST_S)
             try:
-                async with asyncio.timeout(PROBE_S if self._since is None else PROBE_S / 2):
+                async with asyncio.timeout(PROBE_S / (1 if self._since is None else 2)):
                     await self._probe_now.wait()
-                    self._probe_now.clear()
             except TimeoutError:
                 pass
+            self._probe_now.clear()
 
     def shown_changed(self) -> None:
-        """A page shows other elections: look at their leases at once."""
+        """A page shows other elections, or they have changed: look at their leases at once."""
         self._probe_now.set()
 
     async def _look_at_leases(self) -> None:
@@ -380,6 +383,8 @@ class Hub:
             lease = board.leases.get(current.lease) if current and current.lease else None
             if row.look(record, tickets, order, now, first=first and new, lease=lease, held=held):
                 board.row_changed(key)
+                if board.is_shown(key):
+                    self.shown_changed()
         for entry in entries:
             if entry.key.endswith("/leader"):
                 self._sight(entry)

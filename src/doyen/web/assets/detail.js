@@ -108,7 +108,7 @@ export function lease() {
   const { row, track, fill, u1, u2 } = live, left = leaseLeft(row), ttl = leaseTtl(row);
   track.hidden = row.leader == null || left == null;
   if (row.leader == null) { u1.textContent = ''; u2.textContent = ''; return; }
-  if (left == null) { u1.textContent = 'this store does not tell what is left of a lease'; u2.textContent = ''; return; }
+  if (left == null) { u1.textContent = Object.keys(state.topics.leases ?? {}).length || now() - (row.terms.at(-1)?.[2] ?? 0) < 3 ? 'looking …' : 'this store does not tell what is left of a lease'; u2.textContent = ''; return; }
   const f = Math.max(0, Math.min(1, left / ttl));
   fill.style.transform = `scaleX(${f.toFixed(3)})`;
   track.classList.toggle('low', f < .4);
