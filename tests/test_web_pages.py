@@ -437,12 +437,12 @@ CONTRAST = """() => {
 }"""
 
 
-def audit_log(path: Path, *, overlapping: bool) -> None:
+def audit_log(path: Path, election: str, *, overlapping: bool) -> None:
     """Two processes that led one after the other, or at the same time."""
 
     def line(event: str, at: float, session: str, **more: Any) -> str:
         stamp = {"at": at, "wall": 1.7e9 + at, "boot": "b", "pid": len(session), "session": session}
-        common = {"election": HOSTILE[0], "lease": f"{session}-{at}", "name": f"server-{session}"}
+        common = {"election": election, "lease": f"{session}-{at}", "name": f"server-{session}"}
         return json.dumps({"event": event, **common, **more, **stamp}, separators=(",", ":"))
 
     begins = 5.0 if overlapping else 12.0
@@ -457,16 +457,21 @@ def audit_log(path: Path, *, overlapping: bool) -> None:
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_report_is_one_file_with_its_proof(
-    tmp_path: Path, browser: Browser, overlapping: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    browser: Browser,
+    overlapping: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    audit_log(tmp_path / "log", overlapping=overlapping)
-    report = tmp_path / "report.html"
-    code = main(["verify", str(tmp_path / "log"), "--html", str(report)])
+    election = "billing" if overlapping else HOSTILE[0]
+    monkeypatch.chdir(tmp_path)
+    audit_log(Path("audit.jsonl"), election, overlapping=overlapping)
+    code = main(["verify", "audit.jsonl", "--html", "report.html"])
     assert code == (1 if overlapping else 0)
     capsys.readouterr()
-    with opened(browser, report.as_uri()) as page:
+    with opened(browser, (tmp_path / "report.html").as_uri()) as page:
         expect(page.locator("#heading")).to_have_text("Disproved" if overlapping else "Proved")
-        expect(page.locator(".row:not([hidden]) .clip")).to_have_text(HOSTILE[0])
+        expect(page.locator(".row:not([hidden]) .clip")).to_have_text(election)
         expect(page.locator(".lane .t")).to_have_count(3)
         if overlapping:
             expect(page.locator("#violations pre").first).to_contain_text("server-bb, token 2")

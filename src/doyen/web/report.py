@@ -87,6 +87,7 @@ def _violation(found: AuditViolation) -> dict[str, Any]:
         "headline": found.headline,
         "story": found.story,
         "at": found.when.wall,
+        "by": max(0.0, found.by_s),
     }
 
 

@@ -98,14 +98,14 @@ function tick() {
   list.leases();
   lease();
   ticking();
-  if (calm.matches || n % 10 === 0) {
+  if (calm.matches || n % 5 === 0) {
     headline();
-    if (!isOpen()) { if (n % 50 === 0) list.fitRange(); list.lanes(); summary(); if (n % 20 === 0 || was !== isLive()) detail(); }
+    if (!isOpen()) { if (n % 25 === 0) list.fitRange(); list.lanes(); summary(); if (n % 10 === 0 || was !== isLive()) detail(); }
     was = isLive();
   }
 }
 let timer = 0;
-function pace() { clearInterval(timer); timer = setInterval(tick, calm.matches ? 1000 : 100); }
+function pace() { clearInterval(timer); timer = setInterval(tick, calm.matches ? 1000 : 200); }
 calm.addEventListener('change', pace);
 
 // ---- keys ------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ $('lanes').hidden = !all.length;
 
 function look(v) {
   const at = shown.findIndex(e => e.name === v.election);
-  const wide = Math.max(1, (last - first) / 200);
-  view = { ...view, from: v.at - wide / 2, to: v.at + wide / 2 };
+  const wide = Math.max(.2, v.by);
+  view = { ...view, from: v.at - wide, to: v.at + v.by + wide };
   if (at >= 0) { selected = at; $('scroll').scrollTop = at * height(); }
   draw();
   $('lanes').scrollIntoView({ block: 'nearest' });
