@@ -51,7 +51,7 @@ main(control, int(sys.argv[2]))
 _PATH_BYTES = 1 << 17
 _FRUGAL = {"MALLOC_ARENA_MAX": "1"}
 """Client libraries have threads, each of which would keep memory of its own."""
-GIVE_UP_S = 600.0
+GIVE_UP_S = 120.0
 """How long a store that does not answer is tried, after the holder has died: nobody looks after the
 child any more."""
 
