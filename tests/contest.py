@@ -55,7 +55,11 @@ class Candidate:
         self.audit = contest.folder / f"{name}.audit"
         self._contest = contest
         self.process = subprocess.Popen(
-            [*inside, sys.executable, __file__, url, name, str(contest.ttl_s), str(self.audit)],
+            [
+                *inside,
+                *(sys.executable, __file__, url, name, str(contest.ttl_s), str(self.audit)),
+                json.dumps(contest.options),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,9 +121,11 @@ class Contest:
         size: int = 3,
         links: bool = False,
         inside: Callable[[str], list[str]] = lambda name: [],
+        **options: Any,
     ) -> None:
-        """`inside` returns the prefix of a candidate's command, which decides where it runs."""
-        self.folder, self.ttl_s = folder, ttl_s
+        """`inside` returns the prefix of a candidate's command, which decides where it runs.
+        `options` are those of the sessions."""
+        self.folder, self.ttl_s, self.options = folder, ttl_s, options
         self._inside = inside
         self.candidates: list[Candidate] = []
         self.elected: list[tuple[Candidate, dict[str, Any]]] = []
@@ -261,7 +267,7 @@ def sound(report: Report, terms: int) -> None:
     assert report.terms >= terms
 
 
-async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
+async def run_candidate(url: str, name: str, options: dict[str, Any]) -> None:
     """Campaign until standard input ends."""
 
     class Printer(logging.Handler):
@@ -284,7 +290,7 @@ async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
                     await asyncio.sleep(0.01)
 
     # A server that is being restarted may refuse the first connection.
-    async with doyen.connect(url, ttl_s=ttl_s, audit=audit, wait_s=60) as session:
+    async with doyen.connect(url, wait_s=60, **options) as session:
         running = asyncio.ensure_future(campaign(session))
         asyncio.get_running_loop().add_reader(0, running.cancel)
         await asyncio.wait({running})
@@ -293,4 +299,6 @@ async def run_candidate(url: str, name: str, ttl_s: float, audit: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run_candidate(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]))
+    _, url, name, ttl_s, audit, more = sys.argv
+    asked = {"ttl_s": float(ttl_s), "audit": audit, **json.loads(more)}
+    asyncio.run(run_candidate(url, name, asked))
