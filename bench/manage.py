@@ -203,7 +203,7 @@ async def _config(crew: Managed, store: str, processes: int, sessions: int, tria
         reports = [crew.order(who, "times") for who in names]
         return {
             name: [at for report in reports for at in report[name]]
-            for name in ("noticed", "applied")
+            for name in ("noticed", "read", "applied")
         }
 
     def last(what: str, since: float) -> float:
@@ -218,7 +218,7 @@ async def _config(crew: Managed, store: str, processes: int, sessions: int, tria
                 raise TimeoutError(f"not all sessions have {what}")
 
     bare = await open_store(crew.store, Context(SystemClock(), lambda event: None))
-    noticed, applied, confirmed = [], [], []
+    noticed, read, applied, confirmed = [], [], [], []
     entry = await bare.put(NOTICE, b"0", if_version=None)
     async with doyen.connect(crew.store) as session:
         document: doyen.Config[int] = session.config(CONFIG)
@@ -229,6 +229,7 @@ async def _config(crew: Managed, store: str, processes: int, sessions: int, tria
             began = now()
             entry = await bare.put(NOTICE, str(trial).encode(), if_version=entry.version)
             noticed.append(last("noticed", began) * 1e3)
+            read.append(last("read", began) * 1e3)
             await asyncio.sleep(0.2)
             began = now()
             await document.set(trial)
@@ -245,7 +246,9 @@ async def _config(crew: Managed, store: str, processes: int, sessions: int, tria
         limit=round(3 * p50(noticed), 1),
         details={
             "ratio": p50(applied) / p50(noticed),
+            "ratio_to_notice_and_read": p50(applied) / p50(read),
             "write_to_notice_ms": spread(noticed, 1),
+            "write_to_notice_and_read_ms": spread(read, 1),
             "applied_ms": spread(applied, 1),
             "set_with_wait_applied_ms": spread(confirmed, 1),
         },

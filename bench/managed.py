@@ -25,6 +25,7 @@ from typing import Any
 
 import doyen
 from bench.worker import Memory, Reporter, counted_session, now
+from doyen.election.core import SessionCore
 from doyen.lease.clock import SystemClock
 from doyen.manage.shards.owner import ShardTerm
 from doyen.model import member_key
@@ -151,11 +152,12 @@ def detector(who: str, url: str) -> None:
 
 def config(who: str, url: str, sessions: int) -> None:
     """Each session subscribes to the configuration, and watches a bare key. `times` reports, for
-    each session, when it was notified of the bare key last and when it applied the last version."""
+    each session, when it was notified of the bare key last, when it had read it after that, and
+    when it applied the last version."""
     reporter = Reporter(who, [])
 
     async def main() -> None:
-        noticed, applied = [0.0] * sessions, [0.0] * sessions
+        noticed, read, applied = ([0.0] * sessions for _ in range(3))
 
         async def subscribe(session: doyen.Session, number: int, ready: asyncio.Event) -> None:
             async with session.config(CONFIG).subscribe(f"{who}-{number}") as documents:
@@ -164,23 +166,36 @@ def config(who: str, url: str, sessions: int) -> None:
                     applied[number] = now()
                     documents.applied()
 
-        def note(number: int) -> Callable[[], None]:
+        async def follow(core: SessionCore, number: int) -> None:
+            """On doyen's loop: read the bare key after each notification."""
+            changed = asyncio.Event()
+
             def notified() -> None:
                 noticed[number] = now()
+                changed.set()
 
-            return notified
+            await core.call(core.store.watch(NOTICE, notified))
+
+            async def reading() -> None:
+                while True:
+                    await changed.wait()
+                    changed.clear()
+                    await core.call(core.store.get(NOTICE))
+                    read[number] = now()
+
+            core.tasks.start(reading())
 
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             for number in range(sessions):
                 session = await stack.enter_async_context(doyen.connect(url))
                 core = session._opened
-                await core.runtime.do(core.call(core.store.watch(NOTICE, note(number))))
+                await core.runtime.do(follow(core, number))
                 ready = asyncio.Event()
                 tasks.create_task(subscribe(session, number, ready))
                 await ready.wait()
             reporter.report("ready")
             async for _ in commands():
-                reporter.report("times", noticed=noticed, applied=applied)
+                reporter.report("times", noticed=noticed, read=read, applied=applied)
 
     asyncio.run(main())
 
