@@ -15,7 +15,7 @@ from doyen.errors import Conflict, NameTaken, StaleMap, StaleToken
 from doyen.manage.documents import Versioned
 from doyen.manage.shards import controller
 from doyen.manage.shards.controller import Controller
-from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.owner import CLAIMS_AT_LEAST, CLAIMS_AT_ONCE, ClaimPace, ShardTerm
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
@@ -660,6 +660,19 @@ async def test_a_plan_that_wrongly_says_that_records_are_missing_ends_no_term(
     await until(lambda: jobs.plan().unheld == (0, 1), 2 * TTL_S)
     await asyncio.sleep(TTL_S)
     assert ({shard: term.token for shard, term in jobs.running.items()} != tokens) is mutant
+
+
+def test_fewer_claims_are_under_way_while_the_store_does_not_keep_up() -> None:
+    pace = ClaimPace()
+    assert pace.limit == CLAIMS_AT_ONCE
+    for _ in range(10):
+        pace.failed()
+    assert pace.limit == CLAIMS_AT_LEAST
+    claims = 0
+    while pace.limit < CLAIMS_AT_ONCE:
+        pace.succeeded()
+        claims += 1
+    assert claims < 2 * CLAIMS_AT_ONCE
 
 
 @virtual

@@ -62,8 +62,8 @@ __all__ = ["Bodies", "OwnerSettings", "ShardOwner", "ShardTerm"]
 
 log = logging.getLogger("doyen")
 
-CLAIMS_AT_ONCE = 64
-"""How many records a member claims or deletes at a time."""
+CLAIMS_AT_ONCE, CLAIMS_AT_LEAST = 32, 2
+"""How many records a member claims at a time; fewer while the store does not keep up."""
 REPORTED = 32
 """How many shards that keep failing a member reports at a time."""
 STEADY_S = 60.0
@@ -174,6 +174,27 @@ class Slot:
         """The record, which another holds, may have changed since it was claimed."""
 
 
+class ClaimPace:
+    """How many records are claimed at a time: half as many after a request has failed, and twice as
+    many after that many have succeeded. All members claim at once when a set is assigned. If the
+    store does not keep up, requests time out, and repeating them all would keep it from
+    recovering."""
+
+    def __init__(self) -> None:
+        self.limit = CLAIMS_AT_ONCE
+        self._succeeded = 0
+
+    def succeeded(self) -> None:
+        self._succeeded += 1
+        if self._succeeded >= self.limit:
+            self.limit = min(2 * self.limit, CLAIMS_AT_ONCE)
+            self._succeeded = 0
+
+    def failed(self) -> None:
+        self.limit = max(self.limit // 2, CLAIMS_AT_LEAST)
+        self._succeeded = 0
+
+
 class BodyFailures:
     """The bodies that ended by themselves: when each is run again, and which are given up."""
 
@@ -249,6 +270,7 @@ class ShardOwner:
         self._said: dict[str, Any] = {}
         self._claims: deque[Slot] = deque()
         self._claimers = 0
+        self._pace = ClaimPace()
         self._won: list[Slot] = []
         self._confirming = False
         self._stopping = False
@@ -481,19 +503,23 @@ class ShardOwner:
     def _claim(self, slot: Slot) -> None:
         slot.stage = Stage.CLAIMING
         self._claims.append(slot)
-        if self._claimers < CLAIMS_AT_ONCE:
+        self._start_claimers()
+
+    def _start_claimers(self) -> None:
+        if self._claims and self._claimers < self._pace.limit:
             self._claimers += 1
             self.core.tasks.start(self._work())
 
     async def _work(self) -> None:
         """Claim until nothing is left to claim. A few of these run at a time."""
         try:
-            while self._claims:
+            while self._claims and self._claimers <= self._pace.limit:
                 slot = self._claims.popleft()
                 if slot.wanted:
                     await self._create(slot)
                 else:
                     self._leave(slot)
+                self._start_claimers()
         finally:
             self._claimers -= 1
 
@@ -524,6 +550,7 @@ class ShardOwner:
             self._claim(slot)
             return
         except (StoreUnavailable, OutcomeUnknown):
+            self._pace.failed()
             await asyncio.sleep(core.calls.retry_pause())
             self._claim(slot)
             return
@@ -532,6 +559,7 @@ class ShardOwner:
             await asyncio.sleep(core.calls.timing.ttl_s)
             self._claim(slot)
             return
+        self._pace.succeeded()
         if won:
             attempt.record = creation.entry
             attempt.unwatch_record()
