@@ -10,7 +10,7 @@ import platform
 import sqlite3
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bench.cost import importing, valid
@@ -31,7 +31,7 @@ from bench.soak import soak
 from bench.transfer import transfer
 from bench.warden import warden
 
-BENCHES: dict[str, Callable[..., list[Figure]]] = {
+BENCHES: dict[str, Callable[..., Iterable[Figure]]] = {
     "crash": crash,
     "handover": handover,
     "transfer": transfer,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +103,11 @@ def members(
     changes: int = 10,
     burst: int = 50,
     only: str = "",
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """What a join, a leave and a burst of them cost each observer of a large group."""
-    figures = []
     for store in chosen(only):
         with on(store) as crew:
-            figures += _members(crew, store, processes, sessions, observers, changes, burst)
-    return figures
+            yield from _members(crew, store, processes, sessions, observers, changes, burst)
 
 
 def _members(
@@ -186,13 +185,11 @@ def _members(
 
 def config(
     *, processes: int = 4, sessions: int = 25, trials: int = 20, only: str = ""
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """From `set` until all members have applied it, compared with a bare write and its notices."""
-    figures = []
     for store in chosen(only):
         with on(store) as crew:
-            figures.append(asyncio.run(_config(crew, store, processes, sessions, trials)))
-    return figures
+            yield asyncio.run(_config(crew, store, processes, sessions, trials))
 
 
 async def _config(crew: Managed, store: str, processes: int, sessions: int, trials: int) -> Figure:
@@ -330,12 +327,12 @@ def shards(
     traced: int = 2_000,
     ttl_s: float = 5.0,
     only: str = "",
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """Many shards over some members: first assignment, deaths, a drain, and memory."""
-    figures = []
     for store in chosen(only):
         with on(store) as crew:
-            figures += _shards(crew, store, count, members, handovers, ttl_s)
+            *figures, memory = _shards(crew, store, count, members, handovers, ttl_s)
+        yield from figures
         with on(store) as crew:
             crew.begin_all(["m0"], "shards", ttl_s=ttl_s, traced=True)
             owners = Owners(crew, ["m0"], traced)
@@ -344,14 +341,7 @@ def shards(
                 owners.all_owned()
                 time.sleep(STEADY_S)
                 objects = owners.memory()[0]
-        *rest, memory = figures
-        details = {**memory.details, "objects_kib": objects}
-        figures = [*rest, Figure(**{**_fields(memory), "details": details})]
-    return figures
-
-
-def _fields(figure: Figure) -> dict[str, Any]:
-    return {name: getattr(figure, name) for name in ("name", "value", "unit", "limit", "details")}
+        yield replace(memory, details={**memory.details, "objects_kib": objects})
 
 
 def _shards(
@@ -486,15 +476,13 @@ PARTITIONERS = {
 
 def partitioners(
     *, count: int = 10_000, members: int = 20, ttl_s: float = 5.0, kinds: str = ""
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """The same numbers of partitions and members with kazoo's and with tooz's partitioner."""
-    figures = []
     for kind in kinds.split(",") if kinds else PARTITIONERS:
         what = PARTITIONERS[kind]
         with servers.ZooKeeper() as server, Managed() as crew:
-            figures += _partitioned(crew, kind, what, server.port, count, members, ttl_s)
+            yield from _partitioned(crew, kind, what, server.port, count, members, ttl_s)
             crew.dismiss()
-    return figures
 
 
 def _partitioned(

@@ -70,7 +70,7 @@ def kazoo() -> None:
 def tooz() -> None:
     from tooz import coordination
 
-    url = f"zookeeper://127.0.0.1:{PORT}?timeout={TTL_S}"
+    url = f"zookeeper://127.0.0.1:{PORT}?timeout={int(TTL_S)}"
     coordinator = coordination.get_coordinator(url, WHO.encode())
     coordinator.start(start_heart=True)
     end_with_stdin()
