@@ -406,6 +406,13 @@ def test_configurations_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.versions
 
 
+@pytest.mark.chaos
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_many_seeds(seed: int) -> None:
+    run_world(seed, steps=100)
+
+
 def test_the_worlds_are_eventful() -> None:
     """What the oracle asks about does happen, and one seed gives one run."""
     worlds = [run_world(seed) for seed in range(6)]

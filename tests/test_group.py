@@ -141,6 +141,25 @@ async def test_a_holder_answers_although_its_link_is_poor(place: Place, operatio
 
 
 @virtual
+async def test_challenges_that_come_while_the_holder_joins_are_answered(place: Place) -> None:
+    """One while its entry is created, another while it answers the first."""
+    faults = Faults()
+    holder, early, late = await place.open(faults), await place.open(), await place.open()
+    faults.next("create", Late(after_s=0.2))
+    faults.next("update", Late(after_s=0.2))
+    joining = asyncio.create_task(_stay(holder, "a"))
+    await until(lambda: listed(place))
+    first = asyncio.create_task(_stay(early, "a"))
+    await asyncio.sleep(0.3)
+    began = now()
+    for refused in (first, asyncio.create_task(_stay(late, "a"))):
+        with pytest.raises(NameTaken, match="is alive"):
+            await refused
+    assert now() - began < TTL_S / 2
+    joining.cancel()
+
+
+@virtual
 async def test_a_holder_that_does_not_answer_keeps_its_name_if_it_renews(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

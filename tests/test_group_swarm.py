@@ -459,6 +459,13 @@ def test_members_and_lists_in_much_trouble(seed: int) -> None:
     assert run_group_world(seed).oracle.publications > 0
 
 
+@pytest.mark.chaos
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_many_seeds(seed: int) -> None:
+    assert run_group_world(seed, steps=100).oracle.publications > 0
+
+
 def test_one_seed_gives_one_run() -> None:
     def trace(seed: int) -> list[list[str]]:
         world = run_group_world(seed, steps=30)
@@ -614,9 +621,9 @@ SEEDS = 60
     [
         (published_without_the_token, 0, SafetyViolated),
         (a_new_leader_does_not_write_first, 0, NotReached),
-        (members_read_again_before_the_write_is_settled, 22, SafetyViolated),
+        (members_read_again_before_the_write_is_settled, 58, SafetyViolated),
         (listed_although_the_lease_is_lost, 0, SafetyViolated),
-        (does_not_join_again, 5, NotReached),
+        (does_not_join_again, 19, NotReached),
         (name_taken_from_its_holder, 0, SafetyViolated),
         (suspected_for_the_observers_own_silence, 0, SafetyViolated),
         (the_unhealthy_lead, 3, SafetyViolated),

@@ -391,7 +391,7 @@ class Registration:
                 return False
             entry = updated
         self._listed(entry)
-        return True
+        return not self._challenged
 
     def _note_challenge(self) -> None:
         self._challenged = True
