@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import configparser
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ import pytest
 import doyen
 import servers
 from doyen.audit import verify
+from doyen.cli import main
 from doyen.errors import LeaseGone, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, open_store
@@ -251,6 +255,47 @@ def test_a_second_warden_is_refused_and_changes_nothing(host: Path) -> None:
         assert second.returncode == 2
         assert "another warden serves" in second.stderr
         assert host.exists()
+
+
+def test_the_log_of_a_warden_can_be_read_by_programs(
+    server: servers.QuorumNode, host: Path
+) -> None:
+    with (
+        subprocess.Popen(
+            [*DOYEN, "warden", "--json", "--verbose"], stdout=subprocess.PIPE
+        ) as process,
+        warded(server.url, warden="host") as start,
+    ):
+        assert process.stdout is not None
+        said = map(json.loads, process.stdout)
+        assert next(said) == {"event": "warden_listens", "path": str(host), "pid": process.pid}
+        leader = start("leader")
+        leader.ready(leads=True)
+        leader.kill()
+        assert next(each for each in said if each["event"] == "lease_ended_by_warden")
+        process.terminate()
+
+
+@pytest.mark.parametrize("kind", ["system", "user"])
+def test_a_unit_for_systemd_is_printed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warden", "--unit", kind]) == 0
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(capsys.readouterr().out)
+    assert unit["Service"]["Type"] == "notify"
+    assert unit["Service"]["ExecStart"].endswith(" warden")
+    assert unit["Service"]["RuntimeDirectory"] == ("doyen/%i" if kind == "system" else "doyen")
+
+
+def test_the_service_manager_is_notified(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(host.parent / "notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.settimeout(30)
+        with daemon(host):
+            assert manager.recv(64) == b"READY=1"
+        assert manager.recv(64) == b"STOPPING=1"
 
 
 def test_sessions_register_again_with_a_warden_that_was_restarted(
