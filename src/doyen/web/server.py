@@ -39,7 +39,7 @@ from doyen.web.terms import clipped
 __all__ = ["Access", "Guard", "error_response", "json_object", "make_app"]
 
 ASSETS = Path(__file__).parent / "assets"
-COALESCE_S = 0.025
+COALESCE_S = 0.015
 """The shortest time between two messages to one page."""
 BODY_BYTES = 64 * 1024
 LINE = 200
