@@ -151,7 +151,7 @@ async def _changes(shown: Any, store: QuorumStore, lease: Lease, changes: int) -
 async def _dash(url: str) -> AsyncIterator[str]:
     command = [sys.executable, "-m", "doyen", "dash", "--store", url, "--listen", "127.0.0.1:0"]
     process = await asyncio.create_subprocess_exec(
-        *command, "--json", stdout=asyncio.subprocess.PIPE
+        *command, "--json", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
     try:
