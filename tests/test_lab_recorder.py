@@ -263,6 +263,29 @@ def test_requests_to_a_store_are_messages_and_terms_are_roles() -> None:
     assert {kind["category"] for kind in scene["kinds"]} >= {"changes", "renewals", "notifications"}
 
 
+def test_a_process_that_leads_several_elections_leads_until_the_last_of_them_ends() -> None:
+    clock = [0.0]
+    observed = recording.Recorder(lambda: clock[0], (), others=("a",))
+    observed.started("a", None, None)
+    for token, election in (
+        (4, "controller"),
+        (7, "shards/orders-0"),
+        (None, "controller"),
+        (None, "shards/orders-0"),
+    ):
+        clock[0] += 1.0
+        observed.term_changed("a", token, election=election)
+    scene = observed.finish()
+    assert [(at // 1_000_000, scene["labels"][label]) for _, at, _, label in scene["roles"]][
+        2:
+    ] == [
+        (1, "leads, token 4"),
+        (2, "leads controller and shards/orders-0"),
+        (3, "leads shards/orders-0"),
+        (4, "waits"),
+    ]
+
+
 def test_a_mutant_and_the_sound_protocol_are_two_scenes() -> None:
     _, film = record_scenario("vote-without-log")
     mutant, sound = film["scenes"]

@@ -48,7 +48,14 @@ class WorldObserver:
     def stepped(self, name: str, core: Core, event: CoreEvent, effects: Sequence[Effect]) -> None:
         """A core has handled an event. The effects have not been carried out yet."""
 
-    def term_changed(self, name: str, token: int | None, ended_at: float | None = None) -> None:
+    def term_changed(
+        self,
+        name: str,
+        token: int | None,
+        *,
+        election: str = "",
+        ended_at: float | None = None,
+    ) -> None:
         """A candidate leads an election with this token, or no longer leads it. A process that was
         paused learns that only later; `ended_at` is when its term ended."""
 

@@ -213,6 +213,9 @@ class Recorder(WorldObserver):
         self._marks: list[list[Any]] = []
         self._narrator = Narrator()
         self._committed = 0
+        self._terms: dict[str, dict[str, int]] = {}
+        """By process: the tokens of the elections that it leads."""
+        self._elections: dict[str, None] = {}
         self._answers: dict[int, list[Any]] = {}
         """Answers and notifications of the store that are under way."""
         self.transcript: list[tuple[float, str, str]] | None = None
@@ -267,6 +270,7 @@ class Recorder(WorldObserver):
         if self._ignored_process(name):
             return
         self._set_role(self._lane(name), DOWN, "is down")
+        self._terms.pop(name, None)
         self._close(("paused", name))
         if name in self._logs:
             self._logs[name].end(self._now)
@@ -287,15 +291,28 @@ class Recorder(WorldObserver):
         if jump_s:
             self._marks.append([self._now, self._lane(name), f"clock jumps {jump_s:g} s ahead"])
 
-    def term_changed(self, name: str, token: int | None, ended_at: float | None = None) -> None:
-        if self._ignored_process(name):
+    def term_changed(
+        self,
+        name: str,
+        token: int | None,
+        *,
+        election: str = "",
+        ended_at: float | None = None,
+    ) -> None:
+        if self._ignored_process(name) or self._role_of[self._lane(name)][0] == DOWN:
             return
-        lane = self._lane(name)
+        terms = self._terms.setdefault(name, {})
+        self._elections[election] = None
         if token is not None:
-            self._set_role(lane, LEADING, f"leads, token {token}")
-        elif self._role_of[lane][0] != DOWN:
-            at = self._now if ended_at is None else min(self._now, _micro(ended_at))
-            self._set_role(lane, FOLLOWING, "waits", at)
+            terms[election] = token
+        else:
+            terms.pop(election, None)
+        if len(self._elections) > 1 and terms:
+            label = f"leads {_listed([each.strip('/') for each in terms])}"
+        else:
+            label = "".join(f"leads, token {held}" for held in terms.values()) or "waits"
+        at = self._now if ended_at is None else min(self._now, _micro(ended_at))
+        self._set_role(self._lane(name), LEADING if terms else FOLLOWING, label, at)
 
     def _set_role(self, lane: int, role: int, label: str, at: int | None = None) -> None:
         if self._role_of.get(lane) != (role, label):

@@ -142,12 +142,12 @@ class StoreWorld:
     def _record_term(self, name: str, record: Record) -> None:
         if self.observer is not None:
             match record.event:
-                case Elected(token=token):
-                    self.observer.term_changed(name, token)
-                case Lost(ended_at=ended_at):
-                    self.observer.term_changed(name, None, ended_at)
-                case Resigned():
-                    self.observer.term_changed(name, None)
+                case Elected(token=token, election=election):
+                    self.observer.term_changed(name, token, election=election)
+                case Lost(ended_at=ended_at, election=election):
+                    self.observer.term_changed(name, None, election=election, ended_at=ended_at)
+                case Resigned(election=election):
+                    self.observer.term_changed(name, None, election=election)
 
     async def close(self) -> None:
         """End all processes, including killed and paused ones."""

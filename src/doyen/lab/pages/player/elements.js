@@ -7,6 +7,8 @@ const el = (tag, name, text) => {
   return e;
 };
 const clip = (text, most) => (text.length > most ? text.slice(0, most - 1) + '…' : text);
+/* A long name without its middle: names of many candidates differ at their ends. */
+const middle = name => (name.length > 16 ? `${name.slice(0, 7)}…${name.slice(-7)}` : name);
 const secs = (t, digits = 3) => (t / 1e6).toFixed(digits);
 const clamp = (v, lo, hi) => Math.max(lo, Math.min(hi, v));
 /* The first place in a sorted array whose value is above (or, with `from`, not below) v. */

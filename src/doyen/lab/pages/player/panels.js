@@ -28,7 +28,7 @@ function makeGutter() {
       dot = el('i'),
       text = el('span'),
       log = el('div', 'log'),
-      b = el('b', '', name);
+      b = el('b', '', middle(name));
     b.title = clip(scene.raw.lanes[lane], 300);
     a.append(b);
     r.append(dot, text);
@@ -58,7 +58,7 @@ function gutter() {
     if (now === g.was) return;
     g.was = now;
     g.dot.className = 'r' + s.role;
-    g.text.textContent = s.label || 'not started';
+    g.text.textContent = s.label || (scene.acted ? 'not started' : '');
     g.box.classList.toggle('bad', bad);
     const log = chips(lane, at);
     g.log.replaceWith(log);
@@ -205,11 +205,11 @@ function makeLegend() {
       24,
       10,
     );
-  key('lead', 'leads');
-  if (scene.raw.servers) {
-    key('follow', 'follows');
-    key('look', 'looking');
-  } else key('follow', 'waits');
+  if (scene.acted) {
+    key('lead', 'leads');
+    key('follow', scene.raw.servers ? 'follows' : 'waits');
+    if (scene.raw.servers) key('look', 'looking');
+  }
   for (const category of scene.categories) {
     const b = el('button');
     b.append(arrow((LOOK[category] || ['entry'])[0]), category);

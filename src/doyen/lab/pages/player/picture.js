@@ -328,7 +328,8 @@ function log(c, lane, t0, t1) {
         c.textAlign = 'left';
       }
     }
-  if (base) label(c, `${base} earlier`, 5, y - 4, 80, C.faint, `9.5px ${C.sans}`);
+  if (base && scene.logs[lane].size)
+    label(c, `${base} earlier`, 5, y - 4, 80, C.faint, `9.5px ${C.sans}`);
   for (const bad of scene.raw.violations) {
     const named = /\bentry (\d+)/.exec(bad.text);
     if (!named || bad.lanes[0] !== lane) continue;
@@ -388,22 +389,7 @@ function bands(c, lane, t0, t1, later) {
     if (on !== lane || b < t0 || a > t1 || kind === 'cut') continue;
     const x0 = Math.max(0, X(a)),
       x1 = Math.min(W, Math.max(X(b), X(a) + 3));
-    if (kind === 'paused') {
-      c.globalAlpha = 0.7;
-      c.fillStyle = C.down;
-      c.fillRect(x0, y, x1 - x0, BH);
-      c.globalAlpha = 1;
-      hatch(c, x0, y, x1 - x0, BH, 5, C.muted);
-      c.font = `500 10.5px ${C.sans}`;
-      const w = c.measureText(what).width;
-      if (x1 - x0 > w + 16) {
-        c.fillStyle = C.panel;
-        rr(c, x0 + 5, y + 2, w + 8, BH - 4, 2);
-        c.fill();
-        c.fillStyle = C.muted;
-        c.fillText(what, x0 + 9, y + BH / 2 + 0.5);
-      }
-    }
+    if (kind === 'paused') later.push(() => paused(c, x0, x1, y, what));
     if (kind === 'clock') {
       c.fillStyle = C['amber-fill'];
       c.fillRect(x0, y + BH + 2, x1 - x0, 2.5);
@@ -520,6 +506,22 @@ function lines(c, b, strong) {
   c.fill();
   c.lineWidth = 1;
 }
+function paused(c, x0, x1, y, what) {
+  c.globalAlpha = 0.8;
+  c.fillStyle = C.down;
+  c.fillRect(x0, y, x1 - x0, BH);
+  c.globalAlpha = 1;
+  hatch(c, x0, y, x1 - x0, BH, 5, C.muted);
+  c.font = `500 10.5px ${C.sans}`;
+  const w = c.measureText(what).width,
+    x = beside(x0 + 9, w);
+  if (x1 - x < w + 7) return;
+  c.fillStyle = C.panel;
+  rr(c, x - 4, y + 2, w + 8, BH - 4, 2);
+  c.fill();
+  c.fillStyle = C.muted;
+  c.fillText(what, x, y + BH / 2 + 0.5);
+}
 /* Where text of this width can begin, at x or after the folds that it would cover. */
 function beside(x, w) {
   for (let k = Math.max(0, above(fold.gaps, T(x - 20), g => g[0]) - 1); k < fold.gaps.length; k++) {
@@ -595,8 +597,14 @@ function marks(c, t0, t1) {
     c.stroke();
     if (bare) {
       const next = scene.marks.slice(k + 1).find(o => o.lane === m.lane),
-        lines = wrap(c, m.label, (next ? X(next.at) : W) - x - 20);
-      lines.forEach((line, j) => label(c, line, x + 10, y + j * 13, W, C.text, `11px ${C.sans}`));
+        room = (next ? X(next.at) : W) - x - 20,
+        left = !next && room < 120,
+        lines = wrap(c, m.label, left ? 220 : room);
+      c.textAlign = left ? 'right' : 'left';
+      lines.forEach((line, j) =>
+        label(c, line, x + (left ? -10 : 10), y + j * 13, W, C.text, `11px ${C.sans}`),
+      );
+      c.textAlign = 'left';
     }
   }
 }

@@ -37,6 +37,7 @@ class Scene {
     this.categories = [...new Set(raw.kinds.map(kind => kind.category))];
     this.readMessages(raw);
     this.readRoles(raw);
+    this.acted = raw.roles.some(([, , role]) => role !== DOWN); // and not only told
     this.readLogs(raw);
     this.story = raw.story.map(([at, kind, text]) => ({ at, kind, text }));
     this.marks = raw.marks
