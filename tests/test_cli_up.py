@@ -366,7 +366,7 @@ def test_without_rich_changes_are_lines(tmp_path: Path) -> None:
         (["--candidates", "1"], "--candidates must be from 2 to 9"),
         (["--for", "0"], "--for must be a number"),
         (["--store", "memory://"], "a memory: store exists within one process only"),
-        (["--ttl", "-1"], "ttl"),
+        (["--ttl", "0"], "ttl"),
     ],
 )
 def test_what_cannot_work_is_refused(
