@@ -104,6 +104,7 @@ redis = shared(servers.Redis, "session")
 nats = shared(servers.Nats, "session")
 mysql = shared(servers.MariaDB, "session")
 consul = shared(servers.Consul, "session")
+quorum = shared(servers.QuorumCluster, "session")
 
 
 @pytest.hookimpl(tryfirst=True)

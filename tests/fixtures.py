@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -27,6 +28,18 @@ def shared(
             yield server
 
     return server
+
+
+def store_url(*engines: str) -> Any:
+    """The URL of a store on each of these engines. Servers are the fixtures of these names."""
+
+    @pytest.fixture(params=engines)
+    def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+        if request.param == "sqlite":
+            return f"sqlite://{tmp_path}/doyen.db"
+        return str(request.getfixturevalue(request.param).url)
+
+    return url
 
 
 def opening(kind: type[S]) -> Callable[[str], AbstractAsyncContextManager[S]]:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 
 import doyen
 from doyen import ConfigDocument
-from fixtures import shared
-from servers import QuorumCluster
+from fixtures import store_url
 
 WITHIN_S = 30.0
 
-quorum = shared(QuorumCluster)
-
-
-@pytest.fixture(params=["sqlite", "etcd", "quorum"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a store."""
-    if request.param == "sqlite":
-        return f"sqlite://{tmp_path}/doyen.db"
-    return str(request.getfixturevalue(request.param).url)
+url = store_url("sqlite", "etcd", "quorum")
 
 
 async def apply(url: str, name: str, started: asyncio.Event, applied: list[int]) -> None:

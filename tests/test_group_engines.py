@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 
@@ -13,21 +12,12 @@ from doyen.lease.clock import SystemClock
 from doyen.manage.members import MemberValue
 from doyen.model import member_key
 from doyen.stores.port import Context, open_store
-from fixtures import shared
-from servers import QuorumCluster
+from fixtures import store_url
 from support import known
 
 WITHIN_S = 30.0
 
-quorum = shared(QuorumCluster)
-
-
-@pytest.fixture(params=["sqlite", "etcd", "quorum"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a store."""
-    if request.param == "sqlite":
-        return f"sqlite://{tmp_path}/doyen.db"
-    return str(request.getfixturevalue(request.param).url)
+url = store_url("sqlite", "etcd", "quorum")
 
 
 async def test_members_join_change_and_leave_and_the_list_follows(url: str) -> None:
