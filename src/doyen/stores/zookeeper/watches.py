@@ -77,12 +77,16 @@ class ZooKeeperWatches:
         """Watch the children of a znode; their names. Without the znode, watch for its creation."""
         if (_CHILDREN, path) not in self._set:
             # Both at once: in most cases there is no such znode, and this saves a round trip.
-            created = self._ask(_DATA, path)
-            names = self._ask(_CHILDREN, path)
-            if (await asyncio.gather(created, _or_none(names)))[1] is None:
+            if (await asyncio.gather(self._ask(_DATA, path), self._names(path)))[1] is None:
                 return []
             self._unset(_DATA, path)
-        return await _or_none(self._ask(_CHILDREN, path)) or []
+        return await self._names(path) or []
+
+    async def _names(self, path: str) -> list[str] | None:
+        # Asked here and not by the caller: a task that is cancelled before it begins would leave
+        # a coroutine behind that is never awaited.
+        names: list[str] | None = await _or_none(self._ask(_CHILDREN, path))
+        return names
 
     async def exists(self, path: str) -> None:
         """Watch one znode, whether or not it exists."""
