@@ -78,7 +78,7 @@ class StoreObservation:
                 self.hub.on_event(record)
 
         runtime = InlineRuntime(self._clock, secrets.randbits(64))
-        session = Session(SessionSettings(self.url, sinks=(sink,)), runtime)
+        session = Session(SessionSettings(self.url, sinks=(sink,), create=False), runtime)
         async with session:
             hub = Hub(session._opened, self.board)
             self.session, self.hub = session, hub
