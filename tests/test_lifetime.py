@@ -75,6 +75,19 @@ rest()
 """
 
 
+SHARDS = """
+async def body(term):
+    say("leading")
+    await asyncio.sleep(60)
+async def main():
+    async with doyen.connect(STORE, **OPTIONS) as session:
+        await session.shards("jobs").configure(count=1)
+        async with session.own_shards("jobs", body, name="a"):
+            await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
 def start(program: str, store: str, audit: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + program, store, str(audit)],
@@ -122,6 +135,17 @@ def test_sigterm_releases_and_then_ends_the_process(
     assert code == -signal.SIGTERM
     assert "ended" in out if event == "lost" else not err
     assert event in events(audit)
+
+
+def test_shards_on_the_loop_of_the_main_thread_are_not_waited_for(
+    store: str, tmp_path: Path
+) -> None:
+    """Their bodies are suspended with the loop. The stop budget would be ten seconds."""
+    process = start(SHARDS, store, tmp_path / "audit.jsonl")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == -signal.SIGTERM
+    assert time.monotonic() - began < 8.0
 
 
 @pytest.mark.parametrize("program", [BLOCKING, ASYNCIO, THREADS], ids=["main", "loop", "thread"])
