@@ -29,18 +29,17 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 from doyen._waiting import shared
 from doyen.errors import ConfigError, SessionClosed
 from doyen.quorum.node.state_machine import StateMachine
 
 if TYPE_CHECKING:
-    from doyen.events import Sink
     from doyen.quorum.node.driver import Status
     from doyen.quorum.node.server import NodeOptions, NodeServer
     from doyen.quorum.protocol.security import TLS
-    from doyen.session import Session
+    from doyen.session import ConnectOptions, Session
 
 __all__ = ["Node", "NodeRole", "StateMachine"]
 
@@ -236,16 +235,9 @@ class Node:
         acknowledged before the call, so what is read from it is current."""
         await self._do(self._running.driver.barrier())
 
-    def session(
-        self,
-        *,
-        ttl_s: float | None = None,
-        stop_budget_s: float | None = None,
-        drift: float | None = None,
-        audit: str | os.PathLike[str] | None = None,
-        on_event: Sink | None = None,
-    ) -> Session:
-        """A session with this quorum as its store, as `doyen.connect` returns it.
+    def session(self, **options: Unpack[ConnectOptions]) -> Session:
+        """A session with this quorum as its store, as `doyen.connect` returns it, with the options
+        of `connect`.
 
             async with node.session(ttl_s=2) as session:
                 async with session.campaign("billing") as term: ...
@@ -254,14 +246,7 @@ class Node:
         """
         from doyen.session import connect
 
-        return connect(
-            self._options.url,
-            ttl_s=ttl_s,
-            stop_budget_s=stop_budget_s,
-            drift=drift,
-            audit=audit,
-            on_event=on_event,
-        )
+        return connect(self._options.url, **options)
 
     async def transfer(self, to: str = "") -> None:
         """Transfer leadership to `to`, or to the voter with the longest log. Waits for it."""
