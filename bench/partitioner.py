@@ -22,6 +22,8 @@ KIND, OPTIONS = sys.argv[1], json.loads(sys.argv[2])
 WHO, PORT, TTL_S = OPTIONS["who"], OPTIONS["port"], OPTIONS["ttl_s"]
 SET = tuple(range(OPTIONS["count"]))
 POLL_S = 0.05
+TOLD: list[int] = []
+"""How many partitions this member has had, for a line that asks."""
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -32,7 +34,8 @@ def report(kind: str, **fields: Any) -> None:
 def end_with_stdin() -> None:
     def wait() -> None:
         while sys.stdin.readline():
-            pass
+            if TOLD:
+                report("owned", count=TOLD[-1])
         os._exit(0)
 
     report("ready")
@@ -84,7 +87,8 @@ def tooz() -> None:
             mine = {each for each in SET if partitioner.belongs_to_self(each)}
             report("stopped", count=len(owned - mine))
             owned = mine
-            report("owned", count=len(owned), members=members)
+            TOLD.append(len(owned))
+            report("owned", count=len(owned))
         time.sleep(POLL_S)
 
 
