@@ -41,7 +41,7 @@ from doyen.warden.client import NoWarden, portable_url
 from doyen.warden.diagnosis import Surroundings, findings
 from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, StoreKey, Witness
 from doyen.warden.holder import TICKS, FrozenWatch, HolderWatch, Ping, Verdict
-from doyen.warden.kernel import must_not_be_killed
+from doyen.warden.kernel import must_not_be_killed, receive_despite_reset
 from doyen.warden.table import (
     TABLE_BYTES,
     LeaseTable,
@@ -55,6 +55,7 @@ from doyen.warden.wire import (
     BYE,
     Hello,
     Refused,
+    encode_number,
     holder_pidfd,
     own_pidfd,
     peer_of,
@@ -688,6 +689,17 @@ def test_a_traced_process_and_one_that_changed_its_user_are_not_killed(
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert must_not_be_killed(os.getpid()) == "it has changed its user"
     assert "cannot be read" in must_not_be_killed(2**22 + 1)
+
+
+def test_the_guards_word_arrives_although_a_ping_was_left_unread(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    holder, warden = pair
+    warden.send(encode_number(7))
+    holder.send(encode_number(1))
+    holder.close()
+    assert receive_despite_reset(warden) == encode_number(1)
+    assert receive_despite_reset(warden) == b""
 
 
 def test_without_a_pidfd_a_session_goes_on_without_a_warden(

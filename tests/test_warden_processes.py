@@ -423,7 +423,9 @@ def test_a_frozen_doyen_run_is_killed_with_its_command(server: servers.QuorumNod
     ):
         successor = start("successor")
         successor.ready()
+        began = time.monotonic()
         os.kill(run.pid, signal.SIGSTOP)
         successor.wait_for("elected")
         assert not is_alive(command)
+        assert time.monotonic() - began < 1.0 + SOON_S
         assert run.wait(10) == -signal.SIGKILL

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from doyen.warden.wire import Hello, holder_pidfd, pid_of, receive_hello
 
-__all__ = ["KernelConnection", "must_not_be_killed"]
+__all__ = ["KernelConnection", "must_not_be_killed", "receive_despite_reset"]
 
 
 class KernelConnection:
@@ -45,7 +45,7 @@ class KernelConnection:
 
     def receive(self) -> bytes | None:
         try:
-            data = self._link.recv(64)
+            data = receive_despite_reset(self._link)
         except BlockingIOError:
             return None
         except OSError:
@@ -82,6 +82,15 @@ class KernelConnection:
         self._link.close()
         os.close(self._pidfd)
         os.close(self._table)
+
+
+def receive_despite_reset(link: socket.socket) -> bytes:
+    """The next message. If the other end was closed with an unread ping, which a frozen holder
+    leaves behind, the kernel reports that once, before the messages that were sent earlier."""
+    try:
+        return link.recv(64)
+    except ConnectionResetError:
+        return link.recv(64)
 
 
 def must_not_be_killed(pid: int) -> str:
