@@ -282,3 +282,17 @@ def test_a_thread_that_does_not_end_keeps_its_lease(store: str, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == -signal.SIGTERM
     assert "overrun" in events(audit)
+
+
+def test_a_session_that_is_left_out_is_not_released_with_another(
+    store: str, tmp_path: Path
+) -> None:
+    audit = tmp_path / "audit.jsonl"
+    program = (
+        "other = doyen.connect_blocking(STORE).open()\n"
+        "OPTIONS['release_at_exit'] = False\n" + BLOCKING
+    )
+    process = start(program, store, audit)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == -signal.SIGTERM
+    assert events(audit)[-1] == "elected"

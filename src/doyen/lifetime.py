@@ -108,7 +108,8 @@ def release() -> None:
     """Release every session of this process, on its main thread, which runs no other code of the
     user's from here on. Returns when that is done, or has taken too long."""
     here = os.getpid()
-    sessions = {core: main for core, main in _released.items() if core.runtime.pid == here}
+    # A copy, because other threads open and close sessions meanwhile.
+    sessions = {core: main for core, main in [*_released.items()] if core.runtime.pid == here}
     if not sessions:
         return
     done = threading.Event()
@@ -130,7 +131,7 @@ def _begin(sessions: dict[SessionCore, bool], done: threading.Event) -> None:
 
 
 async def _release(sessions: dict[SessionCore, bool]) -> None:
-    bodies = list(_bodies.values())
+    bodies = [each for each in [*_bodies.values()] if each.core in sessions]
     resigning = [each.candidacy.leave() for each in bodies if each.on_main_thread]
     working = asyncio.gather(*resigning, return_exceptions=True)
     await asyncio.sleep(0)  # the bodies of the main thread have ended from now on
