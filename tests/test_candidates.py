@@ -335,3 +335,65 @@ def test_a_blocking_session_has_no_loop_for_coroutine_functions() -> None:
         pytest.raises(ConfigError, match="give it an ordinary function"),
     ):
         session.candidate("e", on_elected=start)
+
+
+@virtual
+async def test_who_waits_for_the_closing_can_be_cancelled(place: Place) -> None:
+    """The work is stopped all the same, and the cancellation arrives after that."""
+    session = await place.open()
+    said: list[str] = []
+
+    async def stop(term: Term) -> None:
+        said.append("stopping")
+        await asyncio.sleep(0.5)
+        said.append("stopped")
+
+    candidate = await session.candidate("e", on_lost=stop).open()
+    await until(lambda: candidate.leads)
+
+    async def program() -> None:
+        await candidate.close()
+        said.append("went on")
+
+    running = asyncio.ensure_future(program())
+    await until(lambda: said)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    assert said == ["stopping", "stopped"]
+    assert place.holder() is None
+
+
+def test_a_thread_that_cannot_observe_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with doyen.connect_blocking("memory://candidate-blind") as session:
+
+        async def broken(*_: Any) -> None:
+            raise StoreUnusable("the tables are gone")
+
+        monkeypatch.setattr("doyen.candidates.observe_leader", broken)
+        candidate = session.candidate("e", on_new_leader=print).open()
+        until_blocking(lambda: "event=candidate_failed" in caplog.text)
+        with pytest.raises(StoreUnusable, match="the tables are gone"):
+            candidate.close()
+
+
+@virtual
+async def test_a_candidate_may_be_closed_by_its_own_callbacks(place: Place) -> None:
+    session = await place.open()
+    candidates: list[CandidateTask] = []
+
+    async def close(term: Term) -> None:
+        await candidates[-1].close()
+
+    for callback in ("on_elected", "on_lost"):
+        options: Any = {callback: close}
+        candidates.append(await session.candidate("e", **options).open())
+        if callback == "on_lost":
+            await until(lambda: candidates[-1].leads)
+            await session.resign("e")
+        async with asyncio.timeout(60):
+            await asyncio.wait(candidates[-1]._tasks)
+        await candidates[-1].close()
+        assert place.holder() is None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict, cast
 
-from doyen._waiting import outlast, retrieve
+from doyen._waiting import outlast, retrieve, shared
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.election.queries import observe_leader
@@ -136,6 +136,7 @@ class CandidateTask:
         self._term: Term | None = None
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[bool] | None = None
 
     @property
     def term(self) -> Term | None:
@@ -168,11 +169,13 @@ class CandidateTask:
         """
         self._closing = True
         mine = asyncio.current_task()
+        if mine is not None and mine is self._stopping:
+            mine = self._tasks[0]  # which waits for this one, and then finds that it is closing
         others = [task for task in self._tasks if task is not mine]
         for task in others:
             task.cancel()
         for task in others:
-            await outlast(task)
+            await _finished(task)
         for task in others:
             if not task.cancelled() and not isinstance(task.exception(), SessionClosed | None):
                 task.result()
@@ -203,8 +206,11 @@ class CandidateTask:
                 await asyncio.Event().wait()  # until the loss, or `close`, cancels it
         finally:
             # A task of its own: `close` must not interrupt the stopping of the work.
-            await outlast(asyncio.ensure_future(self._call("on_lost", term)))
-            self._term = None
+            self._stopping = asyncio.ensure_future(self._call("on_lost", term))
+            try:
+                await _finished(self._stopping)
+            finally:
+                self._term = self._stopping = None
 
     async def _follow(self) -> None:
         leaders = NewLeaders()
@@ -225,6 +231,15 @@ class CandidateTask:
             self._callbacks.failed(name)
             return False
         return True
+
+
+async def _finished(task: asyncio.Task[Any]) -> None:
+    """Wait until the task is done. A cancellation of the caller arrives after that."""
+    ended = asyncio.ensure_future(asyncio.wait({task}))
+    try:
+        await shared(ended)
+    finally:
+        await outlast(ended)
 
 
 class CandidateThread:
@@ -352,6 +367,8 @@ class CandidateThread:
             while (seen := self._seen.get()) is not _END:
                 if (leader := leaders.pick(seen)) is not None:
                     self._call("on_new_leader", leader)
+            if not self._closing:
+                following.result()  # raises what ended it
         finally:
             following.cancel()
 
