@@ -13,6 +13,7 @@ import doyen
 from candidates import Capture, following
 from doyen import LeadershipLost, OrderFailed, Session, Term
 from doyen.cli import main
+from doyen.election.candidate import entered_terms
 from doyen.errors import ConfigError
 from doyen.events import Elected, Lost
 from doyen.model import Leader
@@ -205,3 +206,43 @@ def test_the_command_line_orders_the_holders_of_locks(store: str, capsys: Captur
             await asyncio.wait_for(asyncio.gather(a, b), 30)
 
     asyncio.run(whole())
+
+
+@virtual
+async def test_each_holder_of_a_shared_lock_releases_its_own(place: Place) -> None:
+    """The one that lost the lock is told so, also if the next holder releases first."""
+    session = await place.open()
+    lock = session.lock("x")
+    lost, released = asyncio.Event(), asyncio.Event()
+
+    async def first() -> None:
+        term = await lock.acquire()
+        await term.lost()
+        lost.set()
+        await released.wait()
+        with pytest.raises(LeadershipLost):
+            await lock.release()
+
+    async def second() -> None:
+        await lost.wait()
+        await lock.acquire()
+        await lock.release()
+        assert not await lock.locked()
+        released.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(first())
+        group.create_task(second())
+        await until(lambda: lock.term is not None)
+        place.end_lease(session)
+
+
+@virtual
+async def test_a_task_whose_locks_are_released_by_others_keeps_nothing(place: Place) -> None:
+    session = await place.open()
+    lock = session.lock("x")
+    for _ in range(3):
+        await lock.acquire()
+        await asyncio.create_task(lock.release())
+    async with lock:
+        assert len(entered_terms.get()) == 1

@@ -16,10 +16,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from typing import overload
+from typing import TypeVar, overload
 
 from doyen.election.candidate import Candidacy, Claiming, entered_terms
 from doyen.election.core import SessionCore
@@ -48,6 +47,7 @@ __all__ = [
     "Rounds",
 ]
 
+C = TypeVar("C")
 log = logging.getLogger("doyen")
 
 AT_ONCE_S = 0.1
@@ -59,7 +59,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 def enter_term(
     term: Term, core: SessionCore, settings: CampaignSettings, candidacy: Candidacy
 ) -> None:
-    entered_terms.set((*entered_terms.get(), (term, core, settings)))
+    # A lock may have been released by another task, which does not have this context.
+    held = (each for each in entered_terms.get() if each[0].valid)
+    entered_terms.set((*held, (term, core, settings)))
     body_begins(term, core, candidacy)
 
 
@@ -90,6 +92,19 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     if again or isinstance(error, LeadershipLost):
         return False
     raise term.loss()
+
+
+def take_held(acquired: list[tuple[object, C]], holder: object) -> C:
+    """Take out the campaign that this holder entered, else the first. A holder that lost a lock may
+    be at work when the next one has it, and each has to hear of its own."""
+    while held := [*acquired]:
+        mine = next((each for each in held if each[0] is holder), held[0])
+        try:
+            acquired.remove(mine)
+        except ValueError:
+            continue  # another thread has taken it
+        return mine[1]
+    raise RuntimeError("the lock is not held: acquire comes before release")
 
 
 class Campaign:
@@ -215,12 +230,12 @@ class Lock:
         self._core = core
         self._settings = settings
         self._scopes: dict[asyncio.Task[object] | None, Campaign] = {}
-        self._acquired: deque[Campaign] = deque()
+        self._acquired: list[tuple[object, Campaign]] = []
 
     @property
     def term(self) -> Term | None:
         """The term of the holder, if the lock was acquired through this object."""
-        held = [*self._acquired, *self._scopes.values()]
+        held = [*(each for _, each in self._acquired), *self._scopes.values()]
         return held[-1].term if held else None
 
     async def __aenter__(self) -> Term:
@@ -255,14 +270,12 @@ class Lock:
             if wait_s is None:
                 raise
             return None
-        self._acquired.append(campaign)
+        self._acquired.append((asyncio.current_task(), campaign))
         return term
 
     async def release(self) -> None:
         """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
-        if not self._acquired:
-            raise RuntimeError("the lock is not held: acquire comes before release")
-        await self._acquired.popleft().leave()
+        await take_held(self._acquired, asyncio.current_task()).leave()
 
     async def locked(self) -> bool:
         """Whether anybody holds the lock, read from the store."""
@@ -379,12 +392,12 @@ class BlockingLock:
         self._runtime = runtime
         self._settings = settings
         self._scopes: dict[int, BlockingCampaign] = {}
-        self._acquired: deque[BlockingCampaign] = deque()
+        self._acquired: list[tuple[object, BlockingCampaign]] = []
 
     @property
     def term(self) -> Term | None:
         """The term of the holder, if the lock was acquired through this object."""
-        held = [*self._acquired, *self._scopes.values()]
+        held = [*(each for _, each in self._acquired), *self._scopes.values()]
         return held[-1].term if held else None
 
     def __enter__(self) -> Term:
@@ -415,14 +428,12 @@ class BlockingLock:
             if wait_s is None:
                 raise
             return None
-        self._acquired.append(campaign)
+        self._acquired.append((threading.current_thread(), campaign))
         return term
 
     def release(self) -> None:
         """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
-        if not self._acquired:
-            raise RuntimeError("the lock is not held: acquire comes before release")
-        self._acquired.popleft().leave()
+        take_held(self._acquired, threading.current_thread()).leave()
 
     def locked(self) -> bool:
         """Whether anybody holds the lock, read from the store."""
