@@ -319,6 +319,11 @@ def test_a_misspelt_option_of_connect_gets_a_suggestion() -> None:
         ),
         ("postgresql://h/x?listen=postgresql://u:p@h", "postgresql://h/x?listen=…"),
         ("doyen://h1:7400?secret_file=/etc/s", "doyen://h1:7400?secret_file=/etc/s"),
+        ("postgresql://app:se/cr@et@db:5432/x", "postgresql://app:…@db:5432/x"),
+        ("postgresql://app:se#cret@db/x", "postgresql://app:…@db/x"),
+        ("mysql://app:?secret@h1,h2/x", "mysql://app:…@h1,h2/x"),
+        ("etcd://h1:2379,h2/app@home", "etcd://h1:2379,h2/app@home"),
+        ("etcd://[::1]:2379/app@home", "etcd://[::1]:2379/app@home"),
     ],
 )
 def test_secrets_are_not_shown(url: str, shown: str) -> None:
@@ -336,3 +341,10 @@ def test_secrets_are_not_shown(url: str, shown: str) -> None:
 )
 def test_relative_paths_become_absolute(url: str, path: str) -> None:
     assert absolute(url) == f"sqlite://{path.format(cwd=os.getcwd())}"
+
+
+def test_spaces_around_a_named_variable_do_not_name_another_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OURS", " sqlite:///var/lib/doyen.db \n")
+    assert choose_store("env:OURS").url == choose_store(" sqlite:///var/lib/doyen.db \n").url

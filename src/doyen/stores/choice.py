@@ -71,7 +71,7 @@ def _named(text: str, origin: str) -> StoreChoice:
         )
     if text.startswith("env:"):
         name = text.removeprefix("env:")
-        value = os.environ.get(name, "")
+        value = os.environ.get(name, "").strip()
         if not value:
             raise ConfigError(f"{origin} names the environment variable {name}, which is not set")
         convert = _CONVERSIONS.get(name, str)
@@ -165,6 +165,9 @@ def without_password(url: str) -> str:
     ('doyen://…@h1:7400', 'nats://h1:4222')
     """
     parts = split_url(url)
+    if _ends_in_password(parts.netloc) and "@" in url:
+        user = parts.netloc.partition(":")[0]
+        return f"{parts.scheme}://{user}:{HIDDEN}@{url.rpartition('@')[2]}"
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
     if at and colon:
@@ -180,6 +183,14 @@ def without_password(url: str) -> str:
     elif not at:
         return url  # geturl would normalise it
     return parts.geturl()
+
+
+def _ends_in_password(netloc: str) -> bool:
+    """Whether this is a user and the beginning of a password, which should have had its `/`, `?` or
+    `#` escaped, and not hosts."""
+    name, colon, after = netloc.partition(":")
+    port = after.partition(",")[0]
+    return bool(colon) and "@" not in netloc and "[" not in name and not port.isdecimal()
 
 
 def _is_secret(option: str) -> bool:
