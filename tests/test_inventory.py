@@ -4,15 +4,18 @@ read."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
+from typing import Any
 
 import pytest
 
 import doyen
-from doyen import Inventory
+from doyen import Inventory, Line, Unreachable
+from doyen.manage import inventory
 from doyen.manage.inventory import INVENTORY_KINDS
 from doyen.model import Leader, config_key, leader_key, member_key, shards_key
-from support import Place, known, lead_until_set, until, virtual
+from support import Place, core_of, known, lead_until_set, until, virtual
 
 
 async def _idle(term: doyen.ShardTerm) -> None:
@@ -125,6 +128,35 @@ async def test_every_change_is_delivered_and_nothing_else(place: Place) -> None:
         assert states[-1] == await looking.inventory()
     await until(lambda: len(states[-1]) == 0)
     assert len(states) <= 6, "changes that come together are one"
+    observing.cancel()
+
+
+@virtual
+async def test_after_a_second_outage_nothing_from_before_it_is_delivered(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """⚔ The store fails again when one of two kinds has been read."""
+    tell: dict[str, Callable[[Any], None]] = {}
+
+    async def observe(_calls: Any, scopes: list[str], _read: Any, deliver: Any, **_: Any) -> None:
+        tell[scopes[0]] = deliver
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(inventory, "observe", observe)
+    core, seen = core_of(await place.open()), list[Any]()
+    observing = asyncio.create_task(
+        inventory.observe_inventory(core, seen.append, ("elections", "locks"))
+    )
+    await until(lambda: len(tell) == 2)
+    for outage in (1, 2):
+        for each in tell.values():
+            each(Unreachable(0.0, None, "away"))
+        if outage == 1:
+            tell["elections"]({"of the first": Line(None)})
+    tell["locks"]({})
+    assert [type(each) for each in seen] == [Unreachable]
+    tell["elections"]({"of the second": Line(None)})
+    assert list(seen[-1].elections) == ["of the second"]
     observing.cancel()
 
 

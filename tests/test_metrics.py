@@ -175,6 +175,8 @@ async def test_what_only_the_store_knows(place: Place) -> None:
     assert seen["doyen_store_reachable"] == 0
     assert seen["doyen_store_answer_age_seconds"] > TTL_S
     observing.cancel()
+    await asyncio.wait({observing})
+    assert not [name for name in values(registry) if "_store_" in name and "error" not in name]
 
 
 @virtual

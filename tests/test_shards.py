@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from doyen import ConfigError, OrderFailed, Session
-from doyen.errors import Conflict, NameTaken, StaleMap, StaleToken
-from doyen.manage.documents import Versioned
+from doyen.election.attempt import Attempt
+from doyen.errors import Conflict, NameTaken, StaleMap, StaleToken, StoreUnavailable
+from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards import controller
 from doyen.manage.shards.controller import Controller
-from doyen.manage.shards.owner import CLAIMS_AT_LEAST, CLAIMS_AT_ONCE, ClaimPace, ShardTerm
+from doyen.manage.shards.owner import (
+    CLAIMS_AT_LEAST,
+    CLAIMS_AT_ONCE,
+    ClaimPace,
+    ShardOwner,
+    ShardTerm,
+)
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
-from doyen.model import Claim, members_key, shards_key
+from doyen.model import Claim, Entry, members_key, shards_key
 from doyen.stores.memory import MemoryStore
+from doyen.stores.port import Creation
 from doyen.testing.faults import Faults, Late
 from mutants_shards import grace_forgotten, trusting, two_bodies, unread, untokened
 from support import TTL_S, Place, core_of, keepalive_of, known, now, until, virtual
@@ -307,6 +316,28 @@ async def test_drain_empties_a_member_before_it_returns(place: Place) -> None:
     assert jobs.loads() == {"b": 12}
     await session.shards("jobs").drain("a", undo=True)
     await until(lambda: jobs.loads().get("a", 0) >= 5)
+
+
+@virtual
+async def test_drain_waits_for_shards_that_are_on_their_way_to_the_member(place: Place) -> None:
+    """⚔ It owns nothing yet, and would own one a moment after the drain has returned."""
+    jobs = Jobs(place)
+    session = await jobs.create(4, moves_at_once=2)
+    await jobs.join("a")
+    await jobs.settled(4)
+    prepared = asyncio.Event()
+
+    async def prepare(shard: int) -> None:
+        await prepared.wait()
+
+    await jobs.join("b", prepare=prepare)
+    await until(lambda: bool(jobs.plan().moves))
+    prepared.set()
+    await session.shards("jobs").drain("b")
+    assert jobs.loads() == {"a": 4}
+    jobs.log.clear()
+    await asyncio.sleep(TTL_S)
+    assert jobs.log == []
 
 
 @virtual
@@ -642,6 +673,87 @@ async def test_a_record_that_was_removed_ends_its_term(place: Place) -> None:
     place.server.delete(f"{shards_key('jobs', 'at')}/1/leader")
     await until(lambda: 1 in jobs.running and jobs.running[1].token > token, 3 * TTL_S)
     assert keepalive_of(session).lost_because is None
+
+
+@virtual
+async def test_a_record_that_was_removed_again_ends_its_term_again(place: Place) -> None:
+    """⚔ The plan names the shard already when its record is missed for the second time."""
+    jobs = Jobs(place)
+    await jobs.create(2)
+    await jobs.join("a")
+    await jobs.settled(2)
+    await asyncio.sleep(TTL_S)
+
+    def begun(times: int) -> bool:
+        return jobs.log.count(("a", 1)) == times
+
+    for times in (2, 3):
+        place.server.delete(f"{shards_key('jobs', 'at')}/1/leader")
+        await until(partial(begun, times), 3 * TTL_S)
+
+
+@virtual
+async def test_a_missing_record_is_not_forgotten_with_a_plan_that_could_not_be_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs(place)
+    await jobs.create(2)
+    await jobs.join("a")
+    await jobs.settled(2)
+    await asyncio.sleep(3 * TTL_S)
+    write = Document.write
+    refused: list[Any] = []
+
+    async def refuse_once(self: Document, body: dict[str, Any], **rest: Any) -> Versioned:
+        if body.get("unheld") and not refused:
+            refused.append(body)
+            raise StoreUnavailable("not now")
+        return await write(self, body, **rest)
+
+    monkeypatch.setattr(Document, "write", refuse_once)
+    token = jobs.running[1].token
+    place.server.delete(f"{shards_key('jobs', 'at')}/1/leader")
+    await until(lambda: 1 in jobs.running and jobs.running[1].token > token, 4 * TTL_S)
+    assert refused
+
+
+@virtual
+async def test_a_plan_that_is_read_while_records_are_looked_at_stops_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """⚔ The plan is also read for a shard that was won, and names no missing record any more."""
+    found = iter([(1,)])
+    monkeypatch.setattr(controller, "unheld", lambda *_: next(found, ()))
+    claim, answer = asyncio.Event(), asyncio.Event()
+    looked: list[str] = []
+    create, get = ShardOwner._find_or_create, Attempt.get
+
+    async def create_late(self: ShardOwner, shard: int, attempt: Attempt) -> Creation:
+        if shard == 0:
+            await claim.wait()
+        return await create(self, shard, attempt)
+
+    async def get_late(self: Attempt, key: str) -> Entry | None:
+        looked.append(key)
+        await answer.wait()
+        return await get(self, key)
+
+    monkeypatch.setattr(ShardOwner, "_find_or_create", create_late)
+    jobs = Jobs(place)
+    session = await jobs.create(2)
+    await jobs.join("a")
+    await until(lambda: 1 in jobs.running, TTL_S)
+    monkeypatch.setattr(Attempt, "get", get_late)
+    await until(lambda: bool(looked), 3 * TTL_S)
+    note = f"{shards_key('jobs', 'at')}/1/note"
+    place.server.put(note, b"", None)
+    await until(lambda: not jobs.plan().unheld, 3 * TTL_S)
+    place.server.delete(note)
+    claim.set()
+    await until(lambda: 0 in jobs.running, TTL_S)
+    answer.set()
+    await session.shards("jobs").configure(count=3)
+    await until(lambda: 2 in jobs.running, 3 * TTL_S)
 
 
 @pytest.mark.parametrize("mutant", [False, True])

@@ -145,6 +145,10 @@ def test_a_trail_is_bounded_and_what_is_none_is_passed_over() -> None:
     assert decode_trail(value)[-1].token == TERMS - 1
     for odd in (b"", b"\xff", b"[]", b'{"terms": 7}', b'{"terms": [7, {}, {"token": "x"}]}'):
         assert decode_trail(odd) == ()
+    assert decode_trail(b'{"terms":' + b"[" * 100_000) == ()
+    for time in (b"NaN", b"Infinity", b'1, "until": NaN'):
+        odd = b'{"terms": [{"name": "a", "token": 1, "since": %s}]}' % time
+        assert decode_trail(odd) == (), "it could not be written again"
 
 
 def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Capture) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -136,17 +137,19 @@ def decode_trail(value: bytes) -> tuple[PastTerm, ...]:
     terms = []
     try:
         listed = json.loads(value)["terms"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ()
     for raw in listed if isinstance(listed, list) else ():
         try:
-            until = raw.get("until")
+            since, until = float(raw["since"]), raw.get("until")
             end = raw.get("end", "")
+            if not math.isfinite(since) or (until is not None and not math.isfinite(until)):
+                continue
             terms.append(
                 PastTerm(
                     str(raw["name"]),
                     int(raw["token"]),
-                    float(raw["since"]),
+                    since,
                     None if until is None else float(until),
                     cast("TermEnd", end if end in ("resigned", "lost") else ""),
                     str(raw.get("reason", "")),

@@ -159,9 +159,9 @@ async def observe_inventory(
     ) -> None:
         nonlocal last, unreachable
         if isinstance(part, Unreachable):
+            parts.clear()  # each is read again before the next inventory
             if not unreachable:
                 unreachable = True
-                parts.clear()  # each is read again before the next inventory
                 deliver(Unreachable(part.since, last, part.error))
             return
         parts[kind] = part

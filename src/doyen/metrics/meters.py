@@ -230,8 +230,12 @@ class SessionMeters:
         asyncio.create_task(meters.observe(session))
         """
         self._as_of = lambda: session.as_of
-        async for seen in session.observe_inventory("elections", "locks"):
-            self.saw(seen)
+        try:
+            async for seen in session.observe_inventory("elections", "locks"):
+                self.saw(seen)
+        finally:
+            with self._lock:
+                self.reachable, self._as_of = None, lambda: None
 
     def saw(self, seen: Inventory | Unreachable[Inventory]) -> None:
         """Take in what an observer of the inventory has got."""

@@ -134,6 +134,7 @@ class Controller:
                 except (Conflict, StoreUnavailable, OutcomeUnknown) as error:
                     log.debug("%s", log_line(event="plan_unwritten", set=self._name, error=error))
                     self._known = None
+                    self._records_changed()  # what was found in them may not have been written
                     pause_s = calls.retry_pause()
                 except BadDocument as error:
                     log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
@@ -194,11 +195,13 @@ class Controller:
             plan = compute()
         else:
             plan = await core.runtime.aside(compute, lambda _: None)
-        if self._may_linger(plan, now):
+        if not checking and self._may_linger(plan, now):
             await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
             return spec.settle_s
         self._stepped_at = now
-        changed = plan.significant() != self._current.significant()
+        # The same shards may have lost their records again, so they are named again.
+        missing = checking and bool(plan.unheld)
+        changed = missing or plan.significant() != self._current.significant()
         self._current = plan
         if changed or self._known is None:
             await self._write(self._known)

@@ -674,12 +674,12 @@ class ShardOwner:
 
     async def _look_at_unheld(self) -> None:
         """End terms whose record was removed. What the plan says may be out of date, so the records
-        are read."""
-        while self._unheld:
-            slot = self.slots.get(self._unheld[-1])
+        are read. The list is replaced by that of another plan that is read meanwhile."""
+        while unheld := self._unheld:
+            slot = self.slots.get(unheld[-1])
             leading = None if slot is None or slot.stage is not Stage.RUNNING else slot.leading
             if leading is not None:
                 record = await leading.attempt.get(leading.attempt.record_key)
                 if record is None or record.revision != leading.term.token:
                     leading.term._lose("its record was removed by another process")
-            self._unheld.pop()
+            unheld.pop()

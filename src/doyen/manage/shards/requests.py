@@ -112,6 +112,8 @@ async def move(
         return await _wait(core, name, wait_s)
 
     def unplanned(seen: ShardMap) -> str:
+        if shard in seen.moves and seen.moves[shard].to != to:
+            return f"shard {shard} is on its way to {seen.moves[shard].to!r}"
         return owned_by(seen.owners[shard] if shard < seen.count else "")
 
     async def unheld() -> str:
@@ -162,9 +164,11 @@ async def drain(
         return await _wait(core, name, wait_s)
 
     def unplanned(seen: ShardMap) -> str:
-        if not (planned := len(seen.owned_by(member))):
-            return ""
-        return f"{member!r} still owns {planned} shards" + (f"; {seen.note}" if seen.note else "")
+        if planned := len(seen.owned_by(member)):
+            note = f"; {seen.note}" if seen.note else ""
+            return f"{member!r} still owns {planned} shards{note}"
+        coming = sum(move.to == member for move in seen.moves.values())
+        return f"{coming} shards are on their way to {member!r}" if coming else ""
 
     async def unheld() -> str:
         left = sum(owner == member for owner in (await read_holders(core, name)).values())
