@@ -92,10 +92,11 @@ class Link(HolderConnection):
             return self.messages.popleft()
         return b"" if self.ended else None
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> bool:
         ping = decode_number(message)
         if ping is not None:
             self.process.pinged(self, ping)
+        return True
 
     def read(self, at: int, count: int) -> bytes:
         return bytes(self.process.warding.memory[at : at + count])

@@ -39,7 +39,7 @@ from doyen.stores.port import (
     load_adapter,
     open_store,
 )
-from doyen.warden.client import NoWarden, SessionWarden, Warding, hello_for
+from doyen.warden.client import Form, NoWarden, SessionWarden, Warding, hello_for
 
 __all__ = ["ENTERING", "SessionCore"]
 
@@ -183,7 +183,9 @@ def warding_of(
         frozen_after_s=settings.frozen_after_s,
         request_timeout_s=timing.request_timeout_s,
     )
-    return SessionWarden(hello, settings.warden or "found", emit)
+    # Who asks for a frozen process to be killed needs somebody to do it.
+    default: Form = "found" if settings.frozen_after_s is None else "auto"
+    return SessionWarden(hello, settings.warden or default, emit)
 
 
 class SessionCore:

@@ -123,7 +123,8 @@ class Supervisor:
             raise
         finally:
             self._ended = None
-            term.run_ended(warded)
+            if ended.done():  # otherwise the loop is gone, and the guard still has work
+                term.run_ended(warded)
             if self._takeover is not None:
                 self._takeover.cancel()
 

@@ -91,7 +91,8 @@ class ChildWarden:
             target=_start, args=(theirs, owner), name="doyen-warden-start", daemon=True
         )
         try:
-            path = json.dumps(sys.path).encode()
+            entries: list[object] = [*sys.path]  # Python ignores what is not a string
+            path = json.dumps([each for each in entries if isinstance(each, str)]).encode()
             if len(path) > _PATH_BYTES:
                 raise Refused("sys.path is too long")
             self._control.send(path)

@@ -132,6 +132,7 @@ class SessionWarden:
         self._restart_at = -1.0
         self._restart_s = _FIRST_RESTART_S
         self._missed = ""
+        self._host_refused = False
         self._closed = False
 
     def begin(self) -> None:
@@ -143,7 +144,8 @@ class SessionWarden:
                 self._table = LeaseTable(memoryview(mmap.mmap(self._memory, TABLE_BYTES)))
             except (AttributeError, OSError) as error:
                 self._closed = True
-                self._report_missing(f"this system has no shared memory for it: {error}")
+                if self._form != "found":
+                    self._report_missing(f"this system has no shared memory for it: {error}")
                 return
         self.renewed()
 
@@ -174,7 +176,7 @@ class SessionWarden:
             self._report_missing(str(error))
 
     def _connect(self) -> None:
-        path = None if self._form == "process" else socket_path()
+        path = None if self._form == "process" or self._host_refused else socket_path()
         if path is not None:
             try:
                 self._link = connected(path)
@@ -220,8 +222,11 @@ class SessionWarden:
                 self._greeted, self._missed = True, ""
                 self._emit(Warded(warden=reply.pid))
             else:
+                if self._form == "auto" and self._child is None:
+                    self._host_refused = True  # the next renewal starts one for this process
+                else:
+                    self._restart_at = self._loop.time() + _LONGEST_RESTART_S
                 self._disconnect()
-                self._restart_at = self._loop.time() + _LONGEST_RESTART_S
                 self._report_missing(f"it refuses: {reply}")
         elif (ping := decode_number(data)) is not None and self._table is not None:
             self._table.answer(ping)
@@ -336,12 +341,15 @@ def hello_for(
     request_timeout_s: float,
 ) -> Hello:
     """What a warden is told of a session of this process."""
-    directory = os.getcwd()
+    try:
+        directory = os.getcwd()
+    except OSError:  # it was removed: then the URL has no relative paths that could be used
+        directory = "/"
     return replace(
         Hello(session=session, url=portable_url(url, directory)),
         directory=directory,
         environment=environment_of(dict(os.environ)),
-        audit=None if audit is None else os.path.abspath(audit),
+        audit=None if audit is None else os.path.join(directory, audit),
         settle_s=settle_s,
         frozen_after_s=frozen_after_s,
         request_timeout_s=request_timeout_s,

@@ -83,8 +83,13 @@ class KeptStores:
         async def opened() -> Store:
             return await self._opener(key)
 
+        def concluded(opening: asyncio.Task[Store]) -> None:
+            retrieve(opening)
+            if kept.opening is opening and (opening.cancelled() or opening.exception()):
+                kept.opening = None
+
         kept.opening = asyncio.get_running_loop().create_task(opened())
-        kept.opening.add_done_callback(retrieve)
+        kept.opening.add_done_callback(concluded)
         return kept.opening
 
     async def store(self, key: StoreKey) -> Store:
@@ -94,13 +99,7 @@ class KeptStores:
         if kept.opening is None:
             self._open(key, kept)
         assert kept.opening is not None
-        opening = kept.opening
-        try:
-            return await shared(opening)
-        except Exception:
-            if kept.opening is opening:
-                kept.opening = None
-            raise
+        return await shared(kept.opening)
 
     def release(self, key: StoreKey) -> None:
         """A session has gone. The last one closes the store."""

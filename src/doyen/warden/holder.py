@@ -115,14 +115,17 @@ class FrozenWatch:
         """`now` is on the monotonic clock."""
         late = self._last is not None and now - self._last > 2 * self.tick_s
         self._last = now
-        if state is None or not state.bodies or late:
+        if state is None or not state.bodies:
             self._silent = 0
-            if state is None or not state.bodies:
-                return None
+            return None
         # An earlier warden may have asked before: its last number is in the table.
-        if self._asked is None or state.answered == self._asked:
+        if self._asked is None or state.answered >= self._asked:
             self._silent = 0
             self._asked = state.answered + 1
             return Ping(self._asked)
-        self._silent += 1
+        self._silent = 0 if late else self._silent + 1
         return "kill" if self._silent >= TICKS else None
+
+    def not_asked(self) -> None:
+        """The ping could not be sent: the next tick asks again."""
+        self._asked = None

@@ -54,9 +54,12 @@ class KernelConnection:
             self._loop.remove_reader(self._link)
         return data
 
-    def send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):
+    def send(self, message: bytes) -> bool:
+        try:
             self._link.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
 
     def read(self, at: int, count: int) -> bytes:
         try:

@@ -37,6 +37,7 @@ __all__ = ["Warden"]
 log = logging.getLogger("doyen.warden")
 
 _BACKLOG = 1024
+ACCEPT_AGAIN_S = 1.0
 REHEARSE_S = 5.0
 NOBODYS = Lease("0", 1.0)
 GIVE_UP_S = 24 * 3600.0
@@ -105,6 +106,7 @@ class Warden:
             await asyncio.wait(list(self._ending), timeout=within_s)
         for task in self._ending:
             task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
         await self._stores.close()
 
     def watch(self, hello: Hello, connection: HolderConnection) -> WatchedSession:
@@ -119,9 +121,17 @@ class Warden:
         try:
             link, _ = listener.accept()
         except OSError as error:
+            # Out of descriptors, for instance: whoever waits goes on waiting, so do not look again
+            # at once.
             log.warning("%s", log_line(event="link_refused", error=error))
+            self._loop.remove_reader(listener)
+            self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listener)
             return
         self._expect_hello(link)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() in self._sources:
+            self._loop.add_reader(listener, self._accept, listener)
 
     def _receive_links(self, control: socket.socket) -> None:
         while True:

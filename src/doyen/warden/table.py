@@ -20,6 +20,7 @@ Imports the standard library only.
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -88,6 +89,7 @@ class LeaseTable:
         self._free: list[int] = []
         self._used = 0
         self._run = 0
+        self._running = threading.Lock()  # each supervisor may have a thread of its own
         buffer[: len(MARK)] = MARK
 
     def register(self, lease: WardedLease) -> None:
@@ -130,19 +132,21 @@ class LeaseTable:
     def run_begins(self) -> int:
         """The number of a new supervised run. Until `run_ended`, or a word of the guard, the leases
         are not ended."""
-        runs = list(_RUNS.unpack_from(self._buffer, _RUNS_AT))
-        self._run += 1
-        # With more runs at a time than there is room for, one place stays taken for good.
-        place = runs.index(0) if 0 in runs else len(runs) - 1
-        number = self._run if 0 in runs else 2**64 - 2
-        _RUN.pack_into(self._buffer, _RUNS_AT + place * _RUN.size, number)
-        return self._run
+        with self._running:
+            runs = list(_RUNS.unpack_from(self._buffer, _RUNS_AT))
+            self._run += 1
+            # With more runs at a time than there is room for, one place stays taken for good.
+            place = runs.index(0) if 0 in runs else len(runs) - 1
+            number = self._run if 0 in runs else 2**64 - 2
+            _RUN.pack_into(self._buffer, _RUNS_AT + place * _RUN.size, number)
+            return self._run
 
     def run_ended(self, run: int) -> None:
         """No process of this run is alive."""
-        runs = _RUNS.unpack_from(self._buffer, _RUNS_AT)
-        if run in runs:
-            _RUN.pack_into(self._buffer, _RUNS_AT + runs.index(run) * _RUN.size, 0)
+        with self._running:
+            runs = _RUNS.unpack_from(self._buffer, _RUNS_AT)
+            if run in runs:
+                _RUN.pack_into(self._buffer, _RUNS_AT + runs.index(run) * _RUN.size, 0)
 
 
 Read = Callable[[int, int], bytes]

@@ -31,8 +31,8 @@ class HolderConnection(Protocol):
     def receive(self) -> bytes | None:
         """The next message; None if there is none, empty if the link has ended."""
 
-    def send(self, message: bytes) -> None:
-        """Send without blocking. A message that cannot be sent is dropped."""
+    def send(self, message: bytes) -> bool:
+        """Send without blocking. False if that is not possible now."""
 
     def read(self, at: int, count: int) -> bytes:
         """Bytes of the lease table."""
@@ -127,7 +127,8 @@ class WatchedSession:
         self._timer = self._loop.call_later(frozen.tick_s, self._tick)
         match frozen.tick(self._loop.time(), self._state()):
             case Ping(number=number):
-                self.connection.send(encode_number(number))
+                if not self.connection.send(encode_number(number)):
+                    frozen.not_asked()
             case "kill":
                 self._kill()
 
