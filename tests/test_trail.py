@@ -15,6 +15,7 @@ from doyen import LeadershipLost, PastTerm
 from doyen.cli import main
 from doyen.election.trail import TERMS, TRAIL_BYTES, decode_trail, encode_trail
 from doyen.model import trail_key
+from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Odds
 from support import TTL_S, Place, core_of, lead_until_set, virtual
 
@@ -59,6 +60,23 @@ async def test_terms_with_their_ends_and_causes(place: Place) -> None:
     assert seen[2].since == pytest.approx(began + 15.0, abs=0.1)
     tokens = [term.token for term in seen]
     assert tokens == sorted(tokens, reverse=True)
+
+
+@virtual
+async def test_a_trail_that_others_keep_replacing_is_not_written_without_a_pause(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    async def lose(store: MemoryStore, key: str, value: bytes, **condition: object) -> None:
+        tried.append(key)
+
+    monkeypatch.setattr(MemoryStore, "put", lose)
+    session = await place.open()
+    async with session.campaign("e", name="a") as term:
+        await asyncio.sleep(2 * TTL_S)
+        assert term.valid
+    assert 10 <= len(tried) <= 50
 
 
 @virtual

@@ -39,6 +39,8 @@ TEXT = 200
 WRITERS = 4
 """How many trails a session writes at a time. They are not urgent and must not delay other
 calls."""
+ATTEMPTS = 5
+"""How often a write is tried at once when another has replaced the trail since it was read."""
 
 
 class TrailKeeper:
@@ -94,7 +96,7 @@ class TrailKeeper:
 
     async def _merge(self, key: str, terms: Iterable[PastTerm]) -> None:
         calls = self._calls
-        while True:
+        for _ in range(ATTEMPTS):
             entry = await calls.call(calls.store.get(key))
             before = decode_trail(entry.value) if entry is not None else ()
             merged = {term.token: term for term in before}
@@ -108,6 +110,7 @@ class TrailKeeper:
             version = None if entry is None else entry.version
             if await calls.call(calls.store.put(key, value, if_version=version)) is not None:
                 return
+        raise StoreUnavailable(f"{key} was replaced by others {ATTEMPTS} times in a row")
 
 
 def encode_trail(terms: Iterable[PastTerm]) -> bytes:
