@@ -20,7 +20,7 @@ import pytest
 
 from doyen.election.core import warding_of
 from doyen.election.options import SessionSettings
-from doyen.errors import StoreUnusable
+from doyen.errors import ConfigError, StoreUnusable
 from doyen.events import Event, Unwarded
 from doyen.lease.clock import VirtualClock
 from doyen.lease.timing import Timing
@@ -29,7 +29,7 @@ from doyen.stores.port import Context, Store
 from doyen.supervise import Supervisor
 from doyen.term import Term
 from doyen.testing import run_virtual
-from doyen.warden import child, client
+from doyen.warden import child, client, daemon
 from doyen.warden import table as table_module
 from doyen.warden.child import ChildWarden
 from doyen.warden.client import SessionWarden, hello_for
@@ -317,6 +317,17 @@ def test_a_warden_without_descriptors_rests(
     with Exhausted(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{tmp_path}/w")
         asyncio.run(main(listener))
+
+
+def test_a_file_in_the_place_of_the_socket_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "notes").write_text("mine")
+    monkeypatch.setenv("DOYEN_WARDEN", f"{tmp_path}/notes")
+    with pytest.raises(ConfigError, match="not a socket"), daemon._listening():
+        pass
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 class Hanging(MemoryStore):

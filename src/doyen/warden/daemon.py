@@ -52,6 +52,8 @@ def _listening() -> Iterator[tuple[Path, socket.socket]]:
         check_directory(path.parent)
     except Refused as error:
         raise ConfigError(str(error)) from error
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"{path} is not a socket: name another place in DOYEN_WARDEN")
     # The lock, not the socket, decides who serves: a socket is left behind by a process that was
     # killed. It is released by the kernel.
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
