@@ -176,8 +176,9 @@ async def test_the_cost_of_a_handover_does_not_depend_on_the_line(etcd: Etcd, cr
             await until(lambda handovers=handovers: len(order) > handovers)  # type: ignore[misc]
             spent.append(await quiet(etcd))
         # Delete the record and the ticket; read the ticket ahead; create the record, then read
-        # it, and read the order. The next in line may read once more.
-        assert all(after - before <= 8 for before, after in pairwise(spent))
+        # it, and read the order. The next in line may read once more. In the background both
+        # leaders read and write the trail, once more if they do so at the same time.
+        assert all(after - before <= 8 + 6 for before, after in pairwise(spent))
         for task in candidates:
             task.cancel()
         await asyncio.wait(candidates)
