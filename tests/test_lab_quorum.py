@@ -268,7 +268,7 @@ MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
     (nodes.never_too_old, 8, ("partition",)),
     (nodes.ends_without_notification, 0, KINDS),
     (nodes.history_left_out, 1, KINDS),
-    (nodes.installed_without_notification, 28, ("partition",)),
+    (nodes.installed_without_notification, 88, ("partition",)),
     (nodes.quota_ignored, 2, KINDS),
     (nodes.no_deletes_when_full, 4, KINDS),
     (nodes.no_ends_when_full, 9, KINDS),

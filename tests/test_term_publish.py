@@ -412,7 +412,7 @@ SEEDS = 60
     ("broken", "first", "error"),
     [
         (version_not_followed, 0, NotReached),
-        (doubt_forgotten_on_leaving, 44, NotReached),
+        (doubt_forgotten_on_leaving, 129, NotReached),
         (unknown_is_published, 0, SafetyViolated),
         (any_version_updated, 0, SafetyViolated),
         (published_as_a_new_record, 0, SafetyViolated),
