@@ -513,6 +513,31 @@ async def test_the_end_of_the_term_ends_what_is_being_served(place: Place) -> No
     assert (await call(asgi.LeaderRoute(a.view)))[0] == 503
 
 
+@pytest.mark.parametrize("error", [OSError(113, "no route to host"), TimeoutError(), None])
+@virtual
+async def test_a_websocket_waits_like_a_request_if_the_leader_cannot_be_reached(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    async def connecting(self: Any) -> Any:
+        if error is not None:
+            raise error
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr("websockets.asyncio.client.connect.open_tcp_connection", connecting)
+    b = Peer(Pool(), B, wait_s=3)
+    b.view.observed(Leader("e", "a", 7, {"address": A}))
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await b.middleware(http_scope(kind="websocket"), receive, send)
+    assert sent[0]["reason"].startswith("not executed: the leader cannot be reached")
+
+
 @virtual
 async def test_websockets_without_a_leader_are_refused_and_health_is_served(place: Place) -> None:
     b = Peer(Pool(), B, wait_s=0)

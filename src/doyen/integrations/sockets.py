@@ -32,6 +32,15 @@ log = logging.getLogger("doyen")
 
 
 class _Connect(connect):
+    unsent = False
+    """Whether there is no connection yet, so that no byte can have been sent."""
+
+    async def open_tcp_connection(self) -> ClientConnection:
+        self.unsent = True
+        connection = await super().open_tcp_connection()
+        self.unsent = False
+        return connection
+
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc  # not followed: it could lead anywhere
 
@@ -100,6 +109,8 @@ class PassedSocket:
             await deny(self._scope, self._send, response.status_code, body, headers)
             return None
         except (InvalidHandshake, OSError, EOFError) as error:
+            if self._connecting.unsent:  # such as no route, or no answer within CONNECT_S
+                return f"the leader cannot be reached: {error}"
             log.warning("%s", log_line(event="forwarding_failed", to=self._to.origin, error=error))
             await self.fail(502, "the leader did not answer")
             return None
