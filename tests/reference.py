@@ -315,6 +315,7 @@ PARTS: dict[str, Callable[[], str]] = {
         ("doyen.fencing.objects", "GuardedObject"),
         ("doyen.fencing.seen", "SeenTokens"),
     ),
+    "starlette": lambda: stubs(("doyen.integrations.starlette", "Leadership")),
     "stores": stores,
     "commands": commands,
     "codes": exit_codes,
