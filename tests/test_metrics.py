@@ -226,6 +226,16 @@ async def test_opentelemetry_has_the_same_and_a_span_for_each_election(place: Pl
     tracing.shutdown()
 
 
+@virtual
+async def test_leases_that_were_released_are_forgotten(place: Place) -> None:
+    meters = SessionMeters(place.clock)
+    session = await place.open(sinks=(meters,))
+    for _ in range(10):
+        async with session.campaign("e", name="a", stall_after_s=5 * TTL_S):
+            await asyncio.sleep(TTL_S)
+    assert len(meters._valid_until) <= 3
+
+
 def test_many_sessions_and_threads_share_a_sink(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry)

@@ -701,8 +701,7 @@ async def test_a_missing_record_is_not_forgotten_with_a_plan_that_could_not_be_w
     await jobs.join("a")
     await jobs.settled(2)
     await asyncio.sleep(3 * TTL_S)
-    write = Document.write
-    refused: list[Any] = []
+    write, refused = Document.write, list[Any]()
 
     async def refuse_once(self: Document, body: dict[str, Any], **rest: Any) -> Versioned:
         if body.get("unheld") and not refused:
@@ -724,8 +723,7 @@ async def test_a_plan_that_is_read_while_records_are_looked_at_stops_nothing(
     """⚔ The plan is also read for a shard that was won, and names no missing record any more."""
     found = iter([(1,)])
     monkeypatch.setattr(controller, "unheld", lambda *_: next(found, ()))
-    claim, answer = asyncio.Event(), asyncio.Event()
-    looked: list[str] = []
+    claim, answer, looked = asyncio.Event(), asyncio.Event(), list[str]()
     create, get = ShardOwner._find_or_create, Attempt.get
 
     async def create_late(self: ShardOwner, shard: int, attempt: Attempt) -> Creation:

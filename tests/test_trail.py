@@ -16,7 +16,7 @@ from doyen.cli import main
 from doyen.election.trail import TERMS, TRAIL_BYTES, decode_trail, encode_trail
 from doyen.model import trail_key
 from doyen.stores.memory import MemoryStore
-from doyen.testing.faults import Faults, Odds
+from doyen.testing.faults import Faults, Odds, RefusedCall
 from support import TTL_S, Place, core_of, lead_until_set, virtual
 
 
@@ -107,6 +107,22 @@ async def test_a_leader_that_was_cut_off_records_its_end_late(place: Place) -> N
     assert oldest.until < newest.since
     stop.set()
     await leading
+
+
+@virtual
+async def test_a_session_that_closes_writes_at_once_what_was_refused_before(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    async with session.campaign("e", name="a"):
+        await asyncio.sleep(1.0)
+        faults.next("put", RefusedCall())
+    await asyncio.sleep(0.1)
+    began = place.clock.now()
+    await session.close()
+    assert place.clock.now() - began < 0.1
+    entry = place.server.get(trail_key("e"))
+    assert entry is not None
+    assert [term.end for term in decode_trail(entry.value)] == ["resigned"]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 from doyen._waiting import BackgroundTasks
@@ -54,7 +55,7 @@ class TrailKeeper:
         self._busy: set[str] = set()
         """Elections whose trail is being written."""
         self._writers: dict[asyncio.Task[None], None] = {}
-        self._closing = False
+        self._closing = asyncio.Event()
 
     def note(self, election: str, term: PastTerm) -> None:
         """Record a term, or how it has ended."""
@@ -65,8 +66,9 @@ class TrailKeeper:
             writer.add_done_callback(self._writers.pop)
 
     async def flush(self) -> None:
-        """Give what is due a request timeout to be written, and accept no more failures."""
-        self._closing = True
+        """Give what is due a request timeout to be written, at once, and accept no more
+        failures."""
+        self._closing.set()
         if self._writers:
             await asyncio.wait(list(self._writers), timeout=self._calls.timing.request_timeout_s)
 
@@ -84,11 +86,13 @@ class TrailKeeper:
                 continue
             finally:
                 self._busy.discard(election)
-            if self._closing:
+            if self._closing.is_set():
                 return
             # What was noted meanwhile is newer.
             self._due[election] = {**terms, **self._due.get(election, {})}
-            await asyncio.sleep(self._calls.timing.ttl_s / 3)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._calls.timing.ttl_s / 3):
+                    await self._closing.wait()
 
     def _next(self) -> str | None:
         """An election that no other writer is at work on; that one writes what is due then."""

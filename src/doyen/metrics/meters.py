@@ -159,6 +159,7 @@ class SessionMeters:
         event = record.event
         match event:
             case Granted(lease=lease, valid_until=valid_until):
+                self._forget_leases()
                 self._valid_until[lease] = valid_until
             case Renewed(lease=lease, valid_until=valid_until, took_s=took_s):
                 self._valid_until[lease] = valid_until
@@ -177,6 +178,14 @@ class SessionMeters:
             case _:
                 pass
         return self._follow(record) if isinstance(event, CampaignEvent) else None
+
+    def _forget_leases(self) -> None:
+        """Forget those that nobody leads by and that are not renewed: no event tells of a lease
+        that was released."""
+        now, used = self._clock.now(), {held.lease for held in self._leading.values()}
+        for lease, valid_until in list(self._valid_until.items()):
+            if valid_until < now and lease not in used:
+                del self._valid_until[lease]
 
     def _follow(self, record: Record) -> Interval | None:
         """Follow a candidate from loss to election."""
