@@ -402,6 +402,25 @@ async def test_a_lifespan_may_run_again_but_not_twice_at_a_time(place: Place) ->
 
 
 @virtual
+async def test_a_lifespan_that_is_cancelled_waits_for_its_tasks(place: Place) -> None:
+    a = Process(place, "a")
+    a.stop_s = STOP_BUDGET_S / 2
+
+    async def serve() -> None:
+        async with a.running():
+            await until(lambda: a.terms)
+
+    serving = asyncio.create_task(serve())
+    await until(lambda: a.leader._ending)
+    assert a.working
+    serving.cancel()
+    await asyncio.wait({serving})
+    assert serving.cancelled()
+    assert not a.working
+    assert place.line() == []
+
+
+@virtual
 async def test_starlette_and_a_lifespan_of_its_own(place: Place) -> None:
     leader = Leadership("e", place.session)
 

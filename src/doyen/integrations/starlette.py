@@ -162,8 +162,11 @@ class Leadership:
                     yield
             finally:
                 self._end(campaigning)
-                await outlast(campaigning)
-                self._session = None
+                try:
+                    await asyncio.wait({campaigning})
+                finally:  # a cancellation arrives after the tasks have ended
+                    await outlast(campaigning)
+                    self._session = None
         if self.failure is not None:
             raise self.failure
 
