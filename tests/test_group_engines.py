@@ -114,8 +114,8 @@ async def test_a_semaphore_has_n_holders_and_the_next_in_line_follows(url: str) 
         doyen.connect(url) as other,
     ):
         async with session.semaphore("slots", 2) as first:
-            waiting = asyncio.create_task(other.semaphore("slots", 2).__aenter__())
-            second = await waiting
+            held = other.semaphore("slots", 2)
+            second = await held.__aenter__()
             third = session.semaphore("slots", 2)
             next_in_line = asyncio.create_task(third.__aenter__())
             done, _ = await asyncio.wait({next_in_line}, timeout=0.3)
@@ -127,6 +127,7 @@ async def test_a_semaphore_has_n_holders_and_the_next_in_line_follows(url: str) 
         with pytest.raises(doyen.ConfigError, match="not 3"):
             await other.semaphore("slots", 3).__aenter__()
         await third.__aexit__(None, None, None)
+        await held.__aexit__(None, None, None)
 
 
 async def test_a_barrier_is_passed_by_all_at_once(url: str) -> None:
