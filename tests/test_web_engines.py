@@ -23,6 +23,8 @@ def engine(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 async def test_a_transfer_is_seen_with_its_cause(engine: tuple[str, str]) -> None:
     name, url = engine
+    async with doyen.connect(url):  # the page does not create a store that is not there
+        pass
     observation = StoreObservation(url)
     board = observation.board
     observing = asyncio.ensure_future(observation.run())
