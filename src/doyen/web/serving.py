@@ -124,7 +124,7 @@ def http_server(app: ASGIApp, ready: Callable[[], None]) -> uvicorn.Server:
     """A server for an application. It handles no signals; `ready` is called when it serves."""
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class CommandServer(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield  # signals are handled by the command
@@ -145,7 +145,7 @@ def http_server(app: ASGIApp, ready: Callable[[], None]) -> uvicorn.Server:
         proxy_headers=False,
         timeout_graceful_shutdown=1,
     )
-    return Server(config)
+    return CommandServer(config)
 
 
 def _cause(error: BaseException) -> BaseException:
