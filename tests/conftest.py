@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +32,8 @@ hypothesis.settings.load_profile("doyen")
 
 
 WITHIN_S = 120.0
+AS_IMPORTED = (True, False, logging.NOTSET, logging.NOTSET)
+"""Whether doyen's logger passes records on and is disabled, its level, and what is disabled."""
 LONG = (
     "test_lab_quorum",
     "test_quorum_history",
@@ -134,6 +137,18 @@ def pytest_runtest_setup() -> Generator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
     yield from _one_line_errors()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fail a test that turns off doyen's logging for the tests that follow it."""
+    yield
+    logger = logging.getLogger("doyen")
+    left = (logger.propagate, logger.disabled, logger.level, logging.root.manager.disable)
+    logger.propagate, logger.disabled = True, False
+    logger.setLevel(logging.NOTSET)
+    logging.disable(logging.NOTSET)
+    assert left == AS_IMPORTED, "the test left doyen's logging changed"
 
 
 def _one_line_errors() -> Generator[None]:

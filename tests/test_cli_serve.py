@@ -236,10 +236,8 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_peers_that_differ_from_those_on_disk_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Other tests run two `doyen run` in one process, which may leave it false.
-    monkeypatch.setattr(logging.getLogger("doyen"), "propagate", True)
     one, other = addresses(2)
 
     async def begin(**peers: str) -> None:

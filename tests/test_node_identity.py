@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 from pathlib import Path
 
@@ -17,12 +16,6 @@ from doyen.stores.quorum import make_store
 from doyen.stores.quorum.diagnosis import remarks
 from nodes import addresses, three, until
 from test_node import Trio, with_three
-
-
-@pytest.fixture(autouse=True)
-def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two `doyen run` at once in one process, as other tests have them, may leave it otherwise.
-    monkeypatch.setattr(logging.getLogger("doyen"), "propagate", True)
 
 
 def recorded(node: doyen.Node) -> dict[str, str]:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from types import TracebackType
+from typing import ClassVar
 
 import doyen
 from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for
@@ -288,6 +289,11 @@ class _StderrReporter(logging.Handler):
     by the main loop, which does not renew leases.
     """
 
+    _entered: ClassVar[list[_StderrReporter]] = []
+    """Commands may run at the same time in one process. The first changes the logger, and the last
+    restores it."""
+    _before: ClassVar[tuple[int, bool]] = (logging.NOTSET, True)
+
     def __init__(self, *, as_json: bool, verbose: bool) -> None:
         super().__init__(logging.DEBUG)
         self._least = logging.DEBUG if verbose else logging.WARNING
@@ -298,9 +304,11 @@ class _StderrReporter(logging.Handler):
         self._logger = logging.getLogger("doyen")
 
     def __enter__(self) -> None:
-        self._before = self._logger.level, self._logger.propagate
-        self._logger.setLevel(self.level)
-        self._logger.propagate = False
+        if not self._entered:
+            _StderrReporter._before = self._logger.level, self._logger.propagate
+            self._logger.setLevel(self.level)
+            self._logger.propagate = False
+        self._entered.append(self)
         self._logger.addHandler(self)
 
     def __exit__(
@@ -310,8 +318,10 @@ class _StderrReporter(logging.Handler):
         traceback: TracebackType | None,
     ) -> None:
         self._logger.removeHandler(self)
-        level, self._logger.propagate = self._before
-        self._logger.setLevel(level)
+        self._entered.remove(self)
+        if not self._entered:
+            level, self._logger.propagate = self._before
+            self._logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
         event: Record | None = getattr(record, "doyen", None)
