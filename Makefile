@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types layers tests chaos bench hunt rpc clean
+.PHONY: help up test lint types layers tests chaos bench hunt docs rpc clean
 unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
 
 VENV := .venv
@@ -17,6 +17,7 @@ help:
 	@echo 'make chaos   long trials on real servers, within 45 minutes, with a summary per engine'
 	@echo 'make hunt    look for seeds that break a protocol, and for seeds that kill mutants'
 	@echo 'make bench   measure'
+	@echo 'make docs    build the documentation as a site, in build/docs'
 	@echo 'make clean   remove what make has made'
 
 up: $(VENV)/.cli
@@ -52,6 +53,10 @@ hunt: $(VENV)/.dev
 	@$(call stage,hunt,$(BIN)/doyen lab hunt --world quorum --limit $(LIMIT))
 	@$(call stage,mutants,$(BIN)/pytest -m hunt -rP)
 
+docs: $(VENV)/.docs
+	@$(call stage,docs,$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs)
+	@echo 'open build/docs/index.html'
+
 # After a change to a .proto file: what is loaded is its compiled form.
 rpc: $(VENV)/.dev
 	@cd src/doyen/stores/etcd && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=rpc.binpb rpc.proto
@@ -74,7 +79,12 @@ $(VENV)/.cli: pyproject.toml | $(BIN)/pip
 $(VENV)/.dev: pyproject.toml | $(BIN)/pip
 	@echo '== installing doyen and the development tools into $(VENV)'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@touch $(VENV)/.cli $@
+	@touch $(VENV)/.cli $(VENV)/.docs $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/pip
+	@echo '== installing what the documentation is built with into $(VENV)'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
 
 # The first Python that is new enough and can make environments. Debian and Ubuntu ship the latter
 # as a package of its own.

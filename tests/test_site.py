@@ -1,0 +1,64 @@
+"""The documentation builds as a site: every page is in its contents, and it needs no network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+CONTENTS = ROOT / "docs/README.md"
+
+
+def listed() -> list[Path]:
+    """The pages in the contents, in order."""
+    links = re.findall(r"^- \[.+?\]\((.+?)\)", CONTENTS.read_text(), re.MULTILINE)
+    return [(CONTENTS.parent / link).resolve() for link in links]
+
+
+def test_every_page_is_in_the_contents_once() -> None:
+    # A page of a framework is in the contents by its place in the tree.
+    rest = (ROOT / "docs/frameworks").glob("*.md")
+    assert sorted([CONTENTS, *{*listed(), *rest}]) == PAGES
+    assert len({*listed()}) == len(listed())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    makefile = (ROOT / "Makefile").read_text()
+    (options,) = re.findall(r"python -m sphinx (.*) -d build/doctrees \. build/docs", makefile)
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options.split(), "-d", folder / "trees", ROOT, folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stderr
+    assert not built.stderr
+    return folder
+
+
+def test_the_site_has_every_page(site: Path) -> None:
+    first = (site / "README.html").read_text()
+    for page in (path.relative_to(ROOT).with_suffix(".html") for path in PAGES):
+        assert (site / page).exists(), page
+        assert str(page) == "README.html" or f'internal" href="{page}"' in first, page
+    assert 'url=README.html"' in (site / "index.html").read_text()
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    loaded = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["'](?:https?:)?//""")
+    styled = re.compile(r"""<link[^>]*\shref=["'](?:https?:)?//""")
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not loaded.search(text), page
+        assert not styled.search(text), page
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"""url\(["']?(?:https?:)?//|@import""", sheet.read_text()), sheet
