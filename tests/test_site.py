@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import pictures
+from doyen import TermState
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 CONTENTS = ROOT / "docs/README.md"
@@ -25,6 +28,29 @@ def test_every_page_is_in_the_contents_once() -> None:
     rest = (ROOT / "docs/frameworks").glob("*.md")
     assert sorted([CONTENTS, *{*listed(), *rest}]) == PAGES
     assert len({*listed()}) == len(listed())
+
+
+@pytest.mark.parametrize(
+    ("path", "drawn"), [pytest.param(*each, id=each[0].name) for each in pictures.files().items()]
+)
+def test_pictures_are_as_they_are_drawn(path: Path, drawn: str) -> None:
+    assert path.read_text() == drawn, "run python tests/pictures.py"
+
+
+def test_the_picture_of_a_term_has_all_its_states() -> None:
+    drawn = pictures.term_states(str)
+    assert all(f">{state.value}<" in drawn for state in TermState)
+
+
+def test_figures_of_the_matrix_are_those_of_the_stores() -> None:
+    """What the comparison says in seconds, the page of the store says, too."""
+    text = (ROOT / "docs/choosing.md").read_text()
+    rows = re.findall(r"^\| \[.+?\]\((stores/\w+\.md)\) \| (.*)$", text, re.MULTILINE)
+    assert len(rows) == 2 * len([*(ROOT / "docs/stores").glob("*.md")])
+    for page, row in rows:
+        said = (ROOT / "docs" / page).read_text()
+        for figure in re.findall(r"[\d.]+ s\b|`doyen\[\w+\]`|3\.\d+\.\d+", row):
+            assert figure.strip("`") in said, (page, figure)
 
 
 @pytest.fixture(scope="module")
