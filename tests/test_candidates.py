@@ -306,7 +306,7 @@ def test_a_thread_may_close_its_own_candidate(caplog: pytest.LogCaptureFixture) 
         candidate = session.candidate("e", on_elected=lambda term: candidates[0].close())
         candidates.append(candidate)
         candidate.open()
-        until_blocking(lambda: candidate.term is None and candidate._closing)
+        until_blocking(lambda: candidate.term is None and candidate._closing.is_set())
         candidate.close()
         assert session.leader("e") is None
 
@@ -325,6 +325,52 @@ def test_a_thread_whose_callback_fails_lets_go(caplog: pytest.LogCaptureFixture)
         until_blocking(lambda: len(starts) == 2)
     assert "event=callback_failed" in caplog.text
     assert "no such port" in caplog.text
+
+
+def test_a_thread_that_pauses_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause after a body that ended at once grows to several seconds."""
+    monkeypatch.setattr("doyen.scopes.FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("doyen.scopes.LONGEST_PAUSE_S", 60.0)
+    ended = threading.Event()
+
+    def start(term: Term) -> None:
+        raise ValueError("no such port")
+
+    with doyen.connect_blocking("memory://candidate-pauses") as session:
+        candidate = session.candidate("e", on_elected=start, on_lost=lambda term: ended.set())
+        candidate.open()
+        assert ended.wait(10.0)
+        closing = threading.Thread(target=candidate.close)
+        closing.start()
+        closing.join(5.0)
+        assert not closing.is_alive()
+
+
+def test_a_thread_keeps_few_leaders_for_a_slow_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    delivered, go_on = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    async def observe(core: object, election: str, kind: str, deliver: Any) -> None:
+        for token in range(1, 1001):
+            deliver(Leader(election, "a", token, {}, "elections"))
+        delivered.set()
+        await asyncio.Event().wait()
+
+    def slow(leader: Leader) -> None:
+        go_on.wait(10.0)
+        seen.append(leader.token)
+
+    monkeypatch.setattr("doyen.candidates.observe_leader", observe)
+    with (
+        doyen.connect_blocking("memory://candidate-slow") as session,
+        session.candidate("e", on_new_leader=slow) as candidate,
+    ):
+        assert delivered.wait(10.0)
+        assert len(candidate._leaders) <= 64
+        go_on.set()
+        until_blocking(lambda: seen[-1:] == [1000])
+        assert len(seen) <= 65
+        assert seen == sorted(seen)
 
 
 def test_a_blocking_session_has_no_loop_for_coroutine_functions() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import aclosing
+import threading
+from contextlib import AsyncExitStack, aclosing
 from unittest.mock import ANY
 
 import pytest
@@ -246,3 +247,46 @@ async def test_a_task_whose_locks_are_released_by_others_keeps_nothing(place: Pl
         await asyncio.create_task(lock.release())
     async with lock:
         assert len(entered_terms.get()) == 1
+
+
+@virtual
+async def test_a_scope_may_be_left_by_another_task(place: Place) -> None:
+    """As the fixtures of test frameworks and exit stacks are."""
+    session = await place.open()
+    lock = session.lock("x")
+    stack = AsyncExitStack()
+    await asyncio.create_task(stack.enter_async_context(lock))
+    assert await lock.locked()
+    await stack.aclose()
+    assert lock.term is None
+    assert not await lock.locked()
+
+
+@virtual
+async def test_scopes_of_one_task_are_left_in_reverse(place: Place) -> None:
+    """Whoever takes the lock again after a loss, inside the first scope, hears of both."""
+    session = await place.open()
+    lock = session.lock("x")
+    with pytest.raises(LeadershipLost) as lost:
+        async with lock as first:
+            place.end_lease(session)
+            try:
+                await first.lost()
+            except asyncio.CancelledError:
+                pass
+            async with lock as second:
+                assert lock.term is second
+            assert second.reason is None
+            assert lock.term is first
+    assert str(first.token) in str(lost.value)
+
+
+def test_a_blocking_scope_may_be_left_by_another_thread() -> None:
+    with doyen.connect_blocking("memory://left-elsewhere") as session:
+        lock = session.lock("x")
+        entering = threading.Thread(target=lock.__enter__)
+        entering.start()
+        entering.join()
+        assert lock.locked()
+        lock.__exit__(None, None, None)
+        assert not lock.locked()

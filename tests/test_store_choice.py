@@ -322,6 +322,12 @@ def test_a_misspelt_option_of_connect_gets_a_suggestion() -> None:
         ("postgresql://app:se/cr@et@db:5432/x", "postgresql://app:…@db:5432/x"),
         ("postgresql://app:se#cret@db/x", "postgresql://app:…@db/x"),
         ("mysql://app:?secret@h1,h2/x", "mysql://app:…@h1,h2/x"),
+        ("doyen://se/cret@h1:7400,h2:7400/app", "doyen://…@h1:7400,h2:7400/app"),
+        ("doyen://se?cr#et@h1:7400", "doyen://…@h1:7400"),
+        ("doyen://se%2Fcret@h1:7400", "doyen://…@h1:7400"),
+        ("doyen://h1:7400,h2/app@home", "doyen://h1:7400,h2/app@home"),
+        ("nats://se/cret@h1:4222", "nats://…@h1:4222"),
+        ("consul://:to/ken@h1", "consul://:…@h1"),
         ("etcd://h1:2379,h2/app@home", "etcd://h1:2379,h2/app@home"),
         ("etcd://[::1]:2379/app@home", "etcd://[::1]:2379/app@home"),
     ],
@@ -348,3 +354,14 @@ def test_spaces_around_a_named_variable_do_not_name_another_file(
 ) -> None:
     monkeypatch.setenv("OURS", " sqlite:///var/lib/doyen.db \n")
     assert choose_store("env:OURS").url == choose_store(" sqlite:///var/lib/doyen.db \n").url
+
+
+@pytest.mark.parametrize("value", ["https://h1,http://h2", "h1:2379, https://h2:2379"])
+def test_endpoints_with_and_without_tls_are_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """What the scheme of the first one means for the others would be a guess."""
+    monkeypatch.setenv("ETCDCTL_ENDPOINTS", value)
+    for given in (None, "env:ETCDCTL_ENDPOINTS"):
+        with pytest.raises(ConfigError, match="TLS for all members or for none: give all"):
+            choose_store(given)

@@ -179,13 +179,18 @@ class BlockingSession:
         self, election: str, **options: Unpack[CampaignOptions]
     ) -> Iterator[RepeatedBlockingCampaign]:
         """Campaign again after each loss, until the loop is left."""
+        return self._rounds(election, options, time.sleep)
+
+    def _rounds(
+        self, election: str, options: CampaignOptions, pause: Callable[[float], object]
+    ) -> Iterator[RepeatedBlockingCampaign]:
         rounds = Rounds(election)
         while True:
             settings = CampaignSettings(election=election, **options)
             campaign = RepeatedBlockingCampaign(self._opened, self._runtime, settings)
             yield campaign
             if pause_s := rounds.pause_s(campaign):
-                time.sleep(pause_s)
+                pause(pause_s)
 
     def candidate(self, election: str, **options: Unpack[CandidateOptions]) -> CandidateThread:
         """Campaign on a thread, again after each loss, and report by callbacks, which are called on
@@ -196,7 +201,7 @@ class BlockingSession:
             candidate.close()
         """
         callbacks, rest = Callbacks.taken_from(election, options)
-        campaigns = functools.partial(self.campaigns, election, **rest)
+        campaigns = functools.partial(self._rounds, election, rest)
         return CandidateThread(callbacks, self._opened, campaigns)
 
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingLock:

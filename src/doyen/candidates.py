@@ -16,8 +16,8 @@ import asyncio
 import inspect
 import logging
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ from doyen.term import Term
 __all__ = ["CallbackOptions", "CandidateOptions", "CandidateTask", "CandidateThread"]
 
 log = logging.getLogger("doyen")
-_END = object()
+
+UNREPORTED = 64
+"""How many leaders wait for `on_new_leader` on a thread. A slower callback misses the oldest."""
 
 OnTerm = Callable[[Term], Awaitable[None] | None]
 OnNewLeader = Callable[[Leader], Awaitable[None] | None]
@@ -250,7 +252,7 @@ class CandidateThread:
         self,
         callbacks: Callbacks,
         core: SessionCore,
-        campaigns: Callable[[], Iterator[RepeatedBlockingCampaign]],
+        campaigns: Callable[[Callable[[float], object]], Iterator[RepeatedBlockingCampaign]],
     ) -> None:
         callbacks.refuse_coroutines()
         assert isinstance(core.runtime, ThreadRuntime)
@@ -259,10 +261,11 @@ class CandidateThread:
         self._runtime = core.runtime
         self._campaigns = campaigns
         self._term: Term | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._campaign: RepeatedBlockingCampaign | None = None
         self._over = threading.Event()
-        self._seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._leaders: deque[Leader] = deque(maxlen=UNREPORTED)
+        self._seen = threading.Event()
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
 
@@ -279,7 +282,7 @@ class CandidateThread:
 
     def open(self) -> CandidateThread:
         """Begin to campaign, in the background. Pair it with `close`."""
-        if self._threads or self._closing:
+        if self._threads or self._closing.is_set():
             raise SessionClosed("a candidate is opened once; make another")
         self._core.check_open()
         work: list[Callable[[], None]] = [self._run]
@@ -300,9 +303,9 @@ class CandidateThread:
         """
         if self._runtime.pid != os.getpid():
             return
-        self._closing = True
+        self._closing.set()
         self._over.set()
-        self._seen.put(_END)
+        self._seen.set()
         if self._campaign is not None:
             self._campaign.give_up()
         for thread in self._threads:
@@ -328,17 +331,17 @@ class CandidateThread:
             self._callbacks.candidate_failed(error)
 
     def _run(self) -> None:
-        for campaign in self._campaigns():
+        for campaign in self._campaigns(self._closing.wait):
             self._campaign = campaign
-            if self._closing:
+            if self._closing.is_set():
                 campaign.give_up()
             try:
                 with campaign as term:
                     self._lead(term)
             except NotElected:
-                if not self._closing:
+                if not self._closing.is_set():
                     raise
-            if self._closing:
+            if self._closing.is_set():
                 return
 
     def _lead(self, term: Term) -> None:
@@ -346,28 +349,32 @@ class CandidateThread:
         self._over.clear()
         term.on_end(self._over.set)
         try:
-            if self._call("on_elected", term) and not self._closing:
+            if self._call("on_elected", term) and not self._closing.is_set():
                 self._over.wait()
         finally:
             self._call("on_lost", term)
             self._term = None
 
     def _follow(self) -> None:
-        core, leaders = self._core, NewLeaders()
+        core, picked = self._core, NewLeaders()
         election = self._callbacks.election
 
-        async def observing() -> None:
-            try:
-                await core.run(lambda: observe_leader(core, election, "elections", self._seen.put))
-            finally:
-                self._seen.put(_END)
+        def seen(change: Leader | Unreachable[Leader] | None) -> None:
+            if (leader := picked.pick(change)) is not None:
+                self._leaders.append(leader)
+                self._seen.set()
 
-        following = self._runtime.submit(observing())
+        following = self._runtime.submit(
+            core.run(lambda: observe_leader(core, election, "elections", seen))
+        )
+        following.add_done_callback(lambda _: self._seen.set())
         try:
-            while (seen := self._seen.get()) is not _END:
-                if (leader := leaders.pick(seen)) is not None:
-                    self._call("on_new_leader", leader)
-            if not self._closing:
+            while not (self._closing.is_set() or following.done()):
+                self._seen.wait()
+                self._seen.clear()
+                while self._leaders and not self._closing.is_set():
+                    self._call("on_new_leader", self._leaders.popleft())
+            if not self._closing.is_set():
                 following.result()  # raises what ended it
         finally:
             following.cancel()

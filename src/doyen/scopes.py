@@ -94,13 +94,14 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     raise term.loss()
 
 
-def take_held(acquired: list[tuple[object, C]], holder: object) -> C:
-    """Take out the campaign that this holder entered, else the first. A holder that lost a lock may
-    be at work when the next one has it, and each has to hear of its own."""
-    while held := [*acquired]:
+def take_held(entered: list[tuple[object, C]], holder: object, *, newest: bool = False) -> C:
+    """Take out the campaign that this holder entered, else another's: the first, or the newest. A
+    holder that lost a lock may be at work when the next one has it, and each has to hear of its
+    own. A scope may be left by another task or thread than entered it, as test fixtures are."""
+    while held := entered[::-1] if newest else entered[:]:
         mine = next((each for each in held if each[0] is holder), held[0])
         try:
-            acquired.remove(mine)
+            entered.remove(mine)
         except ValueError:
             continue  # another thread has taken it
         return mine[1]
@@ -229,23 +230,24 @@ class Lock:
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         self._core = core
         self._settings = settings
-        self._scopes: dict[asyncio.Task[object] | None, Campaign] = {}
+        self._scopes: list[tuple[object, Campaign]] = []
         self._acquired: list[tuple[object, Campaign]] = []
 
     @property
     def term(self) -> Term | None:
         """The term of the holder, if the lock was acquired through this object."""
-        held = [*(each for _, each in self._acquired), *self._scopes.values()]
-        return held[-1].term if held else None
+        held = [*self._acquired, *self._scopes]
+        return held[-1][1].term if held else None
 
     async def __aenter__(self) -> Term:
         campaign = Campaign(self._core, self._settings)
         term = await campaign.__aenter__()
-        self._scopes[asyncio.current_task()] = campaign
+        self._scopes.append((asyncio.current_task(), campaign))
         return term
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        await self._scopes.pop(asyncio.current_task()).__aexit__(kind, error, trace)
+        scope = take_held(self._scopes, asyncio.current_task(), newest=True)
+        await scope.__aexit__(kind, error, trace)
 
     @overload
     async def acquire(self) -> Term: ...
@@ -391,23 +393,24 @@ class BlockingLock:
         self._core = core
         self._runtime = runtime
         self._settings = settings
-        self._scopes: dict[int, BlockingCampaign] = {}
+        self._scopes: list[tuple[object, BlockingCampaign]] = []
         self._acquired: list[tuple[object, BlockingCampaign]] = []
 
     @property
     def term(self) -> Term | None:
         """The term of the holder, if the lock was acquired through this object."""
-        held = [*(each for _, each in self._acquired), *self._scopes.values()]
-        return held[-1].term if held else None
+        held = [*self._acquired, *self._scopes]
+        return held[-1][1].term if held else None
 
     def __enter__(self) -> Term:
         campaign = BlockingCampaign(self._core, self._runtime, self._settings)
         term = campaign.__enter__()
-        self._scopes[threading.get_ident()] = campaign
+        self._scopes.append((threading.current_thread(), campaign))
         return term
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._scopes.pop(threading.get_ident()).__exit__(kind, error, trace)
+        scope = take_held(self._scopes, threading.current_thread(), newest=True)
+        scope.__exit__(kind, error, trace)
 
     @overload
     def acquire(self) -> Term: ...

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import SplitResult, quote, unquote, urlencode
 
 from doyen.errors import ConfigError
 from doyen.stores.port import canonical_scheme, split_url
@@ -165,9 +165,10 @@ def without_password(url: str) -> str:
     ('doyen://…@h1:7400', 'nats://h1:4222')
     """
     parts = split_url(url)
-    if _ends_in_password(parts.netloc) and "@" in url:
-        user = parts.netloc.partition(":")[0]
-        return f"{parts.scheme}://{user}:{HIDDEN}@{url.rpartition('@')[2]}"
+    if _cuts_a_secret(parts):
+        name, colon, _ = parts.netloc.partition(":")
+        user = f"{name}:" if colon else ""
+        return f"{parts.scheme}://{user}{HIDDEN}@{url.rpartition('@')[2]}"
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
     if at and colon:
@@ -185,12 +186,15 @@ def without_password(url: str) -> str:
     return parts.geturl()
 
 
-def _ends_in_password(netloc: str) -> bool:
-    """Whether this is a user and the beginning of a password, which should have had its `/`, `?` or
-    `#` escaped, and not hosts."""
-    name, colon, after = netloc.partition(":")
-    port = after.partition(",")[0]
-    return bool(colon) and "@" not in netloc and "[" not in name and not port.isdecimal()
+def _cuts_a_secret(parts: SplitResult) -> bool:
+    """Whether the place of the hosts has the beginning of a secret, which should have had its `/`,
+    `?` or `#` escaped. In doubt it is one, because what is hidden does no harm."""
+    name, colon, after = parts.netloc.partition(":")
+    if not parts.netloc or "@" in parts.netloc or "[" in name:
+        return False
+    if colon and after.partition(",")[0].isdecimal():  # a port
+        return False
+    return "@" in parts.geturl() and (bool(colon) or parts.scheme in _SECRET_USERS)
 
 
 def _is_secret(option: str) -> bool:
@@ -212,9 +216,15 @@ def _etcdctl_endpoints(value: str, environ: Mapping[str, str] = os.environ) -> s
     'etcd://h1:2379,h2:2379?tls=true&ca=/etc/ca.pem'
     """
     endpoints = [endpoint.strip() for endpoint in value.split(",")]
+    secure = {endpoint.startswith("https://") for endpoint in endpoints if endpoint}
+    if len(secure) > 1:
+        raise ConfigError(
+            "ETCDCTL_ENDPOINTS has endpoints with https:// and without, and doyen uses TLS for all"
+            " members or for none: give all of them the same scheme, or set DOYEN_STORE"
+        )
     hosts = ",".join(re.sub("^https?://", "", endpoint).rstrip("/") for endpoint in endpoints)
     names = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
-    options = {"tls": "true"} if value.startswith("https://") else {}
+    options = {"tls": "true"} if True in secure else {}
     options |= {name: environ[each] for name, each in names.items() if environ.get(each)}
     user, colon, password = environ.get("ETCDCTL_USER", "").partition(":")
     password = password if colon else environ.get("ETCDCTL_PASSWORD", "")
