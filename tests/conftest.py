@@ -24,6 +24,7 @@ import pytest
 import doyen
 import servers
 import summary
+from doyen.cli.run import FORWARDED
 from fixtures import shared
 
 # The duration of an example means nothing, because other tests run at the same time.
@@ -89,13 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _restore_signals() -> None:
-    """Restore the default handling of signals that are ignored, as they may be in a background job.
-    Child processes inherit ignored signals, and tests send these signals to them."""
-    for ignored, usual in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGHUP, signal.SIG_DFL),
-        (signal.SIGQUIT, signal.SIG_DFL),
-    ):
+    """Restore the default handling of signals that are ignored, as they may be in a background job,
+    and as they are when `doyen run` ends. Child processes inherit ignored signals, and tests send
+    these signals to them."""
+    usually: dict[signal.Signals, Any] = dict.fromkeys(FORWARDED, signal.SIG_DFL)
+    for ignored, usual in {**usually, signal.SIGINT: signal.default_int_handler}.items():
         if signal.getsignal(ignored) is signal.SIG_IGN:
             signal.signal(ignored, usual)
 
@@ -143,6 +142,7 @@ def pytest_runtest_call() -> Generator[None]:
 def pytest_runtest_teardown() -> Generator[None]:
     """Fail a test that turns off doyen's logging for the tests that follow it."""
     yield
+    _restore_signals()
     logger = logging.getLogger("doyen")
     left = (logger.propagate, logger.disabled, logger.level, logging.root.manager.disable)
     logger.propagate, logger.disabled = True, False
