@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from doyen.lab import recorder as recording
-from doyen.lab import runner
+from doyen.lab import recording_tables, runner
 from doyen.lab.narration import make_world
 from doyen.lab.observer import Fate
 from doyen.lab.pages.film import FilmedTranscript, record_run, record_scenario
 from doyen.lab.phrases import phrase, reason, voter_view
 from doyen.lab.plan import DROP, Fault, Latencies, Plan
 from doyen.lab.protocols import PROTOCOLS, known
-from doyen.lab.recorder import ARRIVED, DOWN, FATES, FOLLOWING, LEADING, LogRows
+from doyen.lab.recording_tables import ARRIVED, DOWN, FATES, FOLLOWING, LEADING, LogRows
 from doyen.lab.scenarios import SCENARIOS
 from doyen.lab.scenarios.elections import herd
 from doyen.quorum.consensus.core import Message, Recovered
@@ -303,7 +303,7 @@ def test_candidates_of_whole_nodes_have_lanes_and_clients_have_none() -> None:
 
 
 def test_the_size_of_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_MESSAGES", 20)
+    monkeypatch.setattr(recording_tables, "MOST_MESSAGES", 20)
     _, _, film = record_run(QUIET)
     (scene,) = film["scenes"]
     assert len(scene["messages"]) == 20

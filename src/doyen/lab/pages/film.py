@@ -17,7 +17,8 @@ from doyen.lab.outcome import RunOutcome, Violation
 from doyen.lab.plan import Plan
 from doyen.lab.protocols import Protocol
 from doyen.lab.quorum import QuorumWorld
-from doyen.lab.recorder import STORE, Recorder, icon_of
+from doyen.lab.recorder import Recorder, icon_of
+from doyen.lab.recording_tables import STORE
 from doyen.lab.scenarios import SCENARIOS, ScenarioResult
 from doyen.lab.scenarios.core_world import CoreWorld
 from doyen.lab.scenarios.store_world import StoreWorld
