@@ -274,7 +274,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "session": lambda: stubs(("doyen.session", "Session")),
     "options": options,
     "sessions": lambda: keywords("doyen.session", "SessionOptions", "ConnectOptions"),
-    "callbacks": lambda: keywords("doyen.candidates", "CallbackOptions"),
+    "callbacks": lambda: keywords("doyen.election.callbacks", "CallbackOptions"),
     "term": lambda: stubs(("doyen.term", "Term")),
     "values": lambda: stubs(
         ("doyen.model", "Leader"), ("doyen.model", "Candidate"), ("doyen.model", "Line")

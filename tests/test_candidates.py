@@ -12,7 +12,7 @@ import pytest
 
 import doyen
 from doyen import Leader, Session, Term
-from doyen.candidates import CandidateTask
+from doyen.election.callbacks import CandidateTask
 from doyen.errors import ConfigError, SessionClosed, StoreUnusable
 from doyen.testing.faults import Faults
 from support import Place, now, until, until_blocking, virtual
@@ -418,7 +418,7 @@ def test_a_thread_that_cannot_observe_says_so(
         async def broken(*_: Any) -> None:
             raise StoreUnusable("the tables are gone")
 
-        monkeypatch.setattr("doyen.candidates.observe_leader", broken)
+        monkeypatch.setattr("doyen.election.callbacks.observe_leader", broken)
         candidate = session.candidate("e", on_new_leader=print).open()
         until_blocking(lambda: "event=candidate_failed" in caplog.text)
         with pytest.raises(StoreUnusable, match="the tables are gone"):

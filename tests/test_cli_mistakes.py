@@ -11,7 +11,7 @@ import pytest
 from candidates import Capture
 from doyen import cli
 from doyen.cli import _output
-from doyen.durations import parse_duration
+from doyen.stores.kit.durations import parse_duration
 
 
 @pytest.mark.parametrize(

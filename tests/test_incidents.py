@@ -31,6 +31,7 @@ from doyen.election.attempt import Attempt
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
 from doyen.election.leader import Leading
+from doyen.election.scopes import Campaign
 from doyen.errors import LeaseGone, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Waiting
 from doyen.lease.clock import VirtualClock
@@ -38,7 +39,6 @@ from doyen.lease.keepalive import Keepalive
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
-from doyen.scopes import Campaign
 from doyen.stores.memory import MemoryServer, _Held
 from doyen.stores.port import Creation, Store
 from doyen.testing.faults import Expired, Faults, FaultyStore, RefusedCall, Stray, Unanswered
@@ -572,7 +572,7 @@ async def test_a_lease_revoked_by_the_stores_mistake_is_noticed_at_once(place: P
 
 
 def scopes_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("doyen.scopes.enter_term", lambda *entered: None)
+    patch.setattr("doyen.election.scopes.enter_term", lambda *entered: None)
 
 
 @broken_by(scopes_forgotten)

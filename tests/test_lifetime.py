@@ -15,7 +15,7 @@ import pytest
 
 import doyen
 import servers
-from doyen import lifetime
+from doyen.lease import lifetime
 
 WITHIN_S = 30.0
 PRELUDE = """

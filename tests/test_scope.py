@@ -15,10 +15,10 @@ import pytest
 
 from doyen import AlreadyCampaigning, LeadershipLost, NotElected, Session, Term, TermState
 from doyen.election.options import Recipe
+from doyen.election.scopes import Campaign
 from doyen.errors import StaleToken
 from doyen.events import Elected, Resigned
 from doyen.model import leader_key
-from doyen.scopes import Campaign
 from doyen.testing.faults import Faults, Late, Odds, Unanswered
 from support import STOP_BUDGET_S, VALID_S, Place, keepalive_of, now, soon, until, virtual
 

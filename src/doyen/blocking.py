@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
-from doyen.candidates import Callbacks, CandidateOptions, CandidateThread
+from doyen.election.callbacks import Callbacks, CandidateOptions, CandidateThread
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
 from doyen.election.orders import order_resign, order_transfer
@@ -30,9 +30,10 @@ from doyen.election.queries import (
     read_leader,
     read_line,
 )
+from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
 from doyen.errors import ConfigError, SessionClosed
+from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import ThreadRuntime
-from doyen.lifetime import track, untrack
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
     INVENTORY_KINDS,
@@ -62,7 +63,6 @@ from doyen.model import (
     SessionHealth,
     Unreachable,
 )
-from doyen.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
 from doyen.session import (
     OBSERVED,
     ConnectOptions,

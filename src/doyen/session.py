@@ -1,7 +1,7 @@
 """The asynchronous API: a session, and what it has.
 
 All code that talks to the store runs on doyen's loop (`doyen.election`). This module connects it
-to the caller's loop. Campaigns and locks are in `doyen.scopes`.
+to the caller's loop. Campaigns and locks are in `doyen.election.scopes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from doyen._waiting import outlast, shared
-from doyen.candidates import Callbacks, CandidateOptions, CandidateTask
+from doyen.election.callbacks import Callbacks, CandidateOptions, CandidateTask
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, WardenForm
 from doyen.election.orders import order_resign, order_transfer
@@ -26,10 +26,11 @@ from doyen.election.queries import (
     read_leader,
     read_line,
 )
+from doyen.election.scopes import Campaign, Lock, RepeatedCampaign, Rounds
 from doyen.errors import SessionClosed
 from doyen.events import Sink
+from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.lifetime import track, untrack
 from doyen.manage.barrier import arrive
 from doyen.manage.inventory import (
     INVENTORY_KINDS,
@@ -58,7 +59,6 @@ from doyen.model import (
     SessionHealth,
     Unreachable,
 )
-from doyen.scopes import Campaign, Lock, RepeatedCampaign, Rounds
 from doyen.stores.choice import choose_store
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
@@ -213,8 +213,8 @@ class Session:
                     ...
 
         For code that has no scope of its own: `open` and `close` instead of `async with`. Options:
-        `on_elected`, `on_lost`, `on_new_leader`, explained at `doyen.candidates.CallbackOptions`,
-        and those of `campaign`.
+        `on_elected`, `on_lost`, `on_new_leader`, explained at
+        `doyen.election.callbacks.CallbackOptions`, and those of `campaign`.
         """
         callbacks, rest = Callbacks.taken_from(election, options)
         self._opened.check_open()

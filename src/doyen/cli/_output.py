@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from doyen.durations import parse_duration
 from doyen.errors import ConfigError
 from doyen.model import Kind
 from doyen.stores.choice import StoreChoice, choose_store
+from doyen.stores.kit.durations import parse_duration
 from doyen.stores.port import split_url
 
 if TYPE_CHECKING:

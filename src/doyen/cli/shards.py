@@ -20,11 +20,11 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.cli._screen import View, print_view, show_stream
-from doyen.durations import parse_duration
 from doyen.errors import ConfigError
 from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.scopes import BlockingShardSet
 from doyen.session import connect
+from doyen.stores.kit.durations import parse_duration
 
 MANUAL = """\
 Shows how many shards each member of a set owns, which shards are on the move, and which were set

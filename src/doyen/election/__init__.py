@@ -1,1 +1,2 @@
-"""Elections: campaign options, a candidate from joining the line to letting go, and handover."""
+"""Elections: campaigns as scopes and as callbacks, their options, a candidate from joining the line
+to letting go, and handover."""

@@ -217,7 +217,7 @@ class Leadership:
         self, server_handler: Any, campaigning: asyncio.Task[None]
     ) -> Iterator[None]:
         """Release at once on SIGTERM, if the server has a handler that waits for requests first.
-        Without a handler, that is the business of `doyen.lifetime`."""
+        Without a handler, that is the business of `doyen.lease.lifetime`."""
         main = threading.current_thread() is threading.main_thread()
         if not main or not callable(server_handler):
             yield

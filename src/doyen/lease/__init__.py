@@ -1,1 +1,2 @@
-"""Leases: the clock they are counted on, their timing, keeping them alive, and the watchdog."""
+"""Leases: the clock they are counted on, their timing, keeping them alive, the watchdog, and their
+release when a process ends."""

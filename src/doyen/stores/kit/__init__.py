@@ -1,6 +1,7 @@
 """What store adapters share.
 
-    url        hosts, credentials and options of a store's URL
+    url, durations
+               hosts, credentials and options of a store's URL
     lifecycle  stores that are closed or were opened before a fork; handles of watches
     failover   requests to one server after another, each with a deadline
     batches    requests that arrive together, sent as one call

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from doyen.durations import parse_duration
 from doyen.errors import ConfigError
+from doyen.stores.kit.durations import parse_duration
 from doyen.stores.port import StoreURL
 
 if TYPE_CHECKING:

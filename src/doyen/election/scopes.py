@@ -32,8 +32,8 @@ from doyen.errors import (
     StaleToken,
 )
 from doyen.events.log_lines import log_line
+from doyen.lease.lifetime import body_begins, body_ended
 from doyen.lease.runtime import ThreadRuntime
-from doyen.lifetime import body_begins, body_ended
 from doyen.manage.semaphore import SlotClaiming
 from doyen.term import Term, TermState
 

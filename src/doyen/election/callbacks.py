@@ -28,11 +28,11 @@ from doyen._waiting import outlast, retrieve, shared
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.election.queries import observe_leader
+from doyen.election.scopes import RepeatedBlockingCampaign
 from doyen.errors import ConfigError, NotElected, SessionClosed
 from doyen.events.log_lines import log_line
 from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Leader, Unreachable
-from doyen.scopes import RepeatedBlockingCampaign
 from doyen.term import Term
 
 __all__ = ["CallbackOptions", "CandidateOptions", "CandidateTask", "CandidateThread"]
