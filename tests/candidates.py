@@ -67,12 +67,15 @@ class Candidates:
         for process in self._running.values():
             process.send_signal(signal.SIGCONT)
             process.terminate()
-        for process in self._running.values():
+        late = []
+        for name, process in self._running.items():
             try:
                 process.wait(WITHIN_S)
             except subprocess.TimeoutExpired:
+                late.append(name)
                 process.kill()
                 process.wait()
+        assert not late, f"{late} did not end on SIGTERM"
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import pytest
 import doyen
 import servers
 import summary
-from doyen.cli.run import FORWARDED
 from fixtures import shared
 
 # The duration of an example means nothing, because other tests run at the same time.
@@ -33,8 +32,20 @@ hypothesis.settings.load_profile("doyen")
 
 
 WITHIN_S = 120.0
-AS_IMPORTED = (True, False, logging.NOTSET, logging.NOTSET)
+LOGS = (True, False, logging.NOTSET, logging.NOTSET)
 """Whether doyen's logger passes records on and is disabled, its level, and what is disabled."""
+SIGNALS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+    signal.SIGUSR2: signal.SIG_DFL,
+    signal.SIGCHLD: signal.SIG_DFL,
+    signal.SIGTSTP: signal.SIG_DFL,
+    signal.SIGCONT: signal.SIG_DFL,
+}
+"""Signals that tests send to child processes, and how they are handled before any test."""
 LONG = (
     "test_lab_quorum",
     "test_quorum_history",
@@ -89,14 +100,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))
 
 
-def _restore_signals() -> None:
-    """Restore the default handling of signals that are ignored, as they may be in a background job,
-    and as they are when `doyen run` ends. Child processes inherit ignored signals, and tests send
-    these signals to them."""
-    usually: dict[signal.Signals, Any] = dict.fromkeys(FORWARDED, signal.SIG_DFL)
-    for ignored, usual in {**usually, signal.SIGINT: signal.default_int_handler}.items():
-        if signal.getsignal(ignored) is signal.SIG_IGN:
-            signal.signal(ignored, usual)
+def _restore_signals() -> list[signal.Signals]:
+    """Restore the default handling of signals that are ignored, as they may be in a background job.
+    Child processes inherit ignored signals, and tests send these signals to them."""
+    ignored = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
+    for each in ignored:
+        signal.signal(each, SIGNALS[each])
+    return ignored
 
 
 etcd = shared(servers.Etcd, "session")
@@ -140,15 +150,19 @@ def pytest_runtest_call() -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """Fail a test that turns off doyen's logging for the tests that follow it."""
+    """Fail a test that turns off doyen's logging, or signals to child processes, for the tests that
+    follow it."""
     yield
-    _restore_signals()
     logger = logging.getLogger("doyen")
-    left = (logger.propagate, logger.disabled, logger.level, logging.root.manager.disable)
+    logs = (logger.propagate, logger.disabled, logger.level, logging.root.manager.disable)
     logger.propagate, logger.disabled = True, False
     logger.setLevel(logging.NOTSET)
     logging.disable(logging.NOTSET)
-    assert left == AS_IMPORTED, "the test left doyen's logging changed"
+    ignored = _restore_signals()
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    assert logs == LOGS, "the test left doyen's logging changed"
+    assert not ignored, f"the test left {ignored} ignored"
+    assert not blocked, f"the test left {blocked} blocked"
 
 
 def _one_line_errors() -> Generator[None]:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from candidates import Capture
+from candidates import DOYEN, Capture
 from doyen import cli
 from doyen.cli import _output
 from doyen.stores.kit.durations import parse_duration
@@ -78,7 +79,9 @@ def test_run_explains_what_was_forgotten(
 def test_what_is_right_is_run(tmp_path: Path, capsys: Capture) -> None:
     store = f"sqlite://{tmp_path}/d.db"
     command = ["sh", "-c", "exit 3", "--", "--ttl"]
-    assert cli.main(["run", "--store", store, "e", "--ttl=5s", "--once", "--", *command]) == 3
+    # In a process of its own, because `run` ignores signals from the moment its end is decided.
+    arguments = ["run", "--store", store, "e", "--ttl=5s", "--once", "--", *command]
+    assert subprocess.run([*DOYEN, *arguments], timeout=60).returncode == 3
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "--help"])
     assert ended.value.code == 0

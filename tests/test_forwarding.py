@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import httpcore2
@@ -723,4 +723,34 @@ def test_wsgi_cuts_off_what_a_leader_serves_when_its_term_ends(sent: bool) -> No
         assert (started, received) == (["200 OK"], [b"begun"])
     else:
         assert [status[:3] for status in started] == ["200", "503"]
+        assert b"may have been carried out" in received[0]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_wsgi_replaces_a_forwarded_response_of_which_nothing_was_sent(sent: bool) -> None:
+    """A server sends the headers with the first bytes. Before that, an error can still be told."""
+
+    def broken() -> Any:
+        if sent:
+            yield b"begun"
+        raise httpcore2.ReadError("the leader was replaced")
+
+    pool, view, app = wsgi_app()
+    view.observed(leader(7))
+    pool.answers = [httpcore2.Response(200, content=broken())]
+    started: list[str] = []
+    received: list[bytes] = []
+
+    def start_response(status: str, headers: Any, error: Any = None) -> None:
+        if error is not None and received:
+            raise error[1]
+        started.append(status)
+
+    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", "wsgi.input": io.BytesIO()}
+    with pytest.raises(httpcore2.ReadError) if sent else nullcontext():
+        received.extend(app(environ, start_response))
+    if sent:
+        assert (started, received) == (["200 OK"], [b"begun"])
+    else:
+        assert [status[:3] for status in started] == ["200", "502"]
         assert b"may have been carried out" in received[0]

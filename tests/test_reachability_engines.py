@@ -49,6 +49,7 @@ async def test_a_frozen_server_is_noticed(redis: Redis) -> None:
             back = json.loads(await asyncio.to_thread(lines.until, "\n"))
             assert back["unreachable_since"] is None
             await asyncio.to_thread(text.until, "frozen has no leader\n")
+        await until(lambda: len(seen) > 2)
         observing.cancel()
     (first, _), (unreachable, told_at), (again, _) = seen
     assert (first, again) == (None, None)

@@ -162,16 +162,8 @@ class WSGILeaderMiddleware:
             if begun:
                 raise
             return None, f"the leader cannot be reached: {error}"
-        except (
-            httpcore2.NetworkError,
-            httpcore2.ProtocolError,
-            httpcore2.TimeoutException,
-        ) as error:
-            log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error=error))
-            late = isinstance(error, httpcore2.TimeoutException)
-            why = f"the leader did not answer{' in time' if late else ''}"
-            why += "; the request may have been carried out"
-            return _answer(start_response, 504 if late else 502, why), ""
+        except _FAILED as error:
+            return _failed(start_response, to, error), ""
         start_response(
             _status(response.status),
             [
@@ -179,17 +171,40 @@ class WSGILeaderMiddleware:
                 for name, value in returned(response.headers)
             ],
         )
-        return _Streamed(response), ""
+        return _Streamed(response, to, start_response), ""
+
+
+_FAILED = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException)
+
+
+def _failed(
+    start_response: StartResponse, to: SendTo, error: Exception, *, started: bool = False
+) -> Iterable[bytes]:
+    log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error=error))
+    late = isinstance(error, httpcore2.TimeoutException)
+    why = f"the leader did not answer{' in time' if late else ''}"
+    why += "; the request may have been carried out"
+    status = 504 if late else 502
+    return _answer(start_response, status, why, error=sys.exc_info() if started else None)
 
 
 class _Streamed:
-    """The body of a response, closed with it."""
+    """The body of a response, closed with it. If it fails before anything of it has been sent, the
+    response is replaced by an error."""
 
-    def __init__(self, response: httpcore2.Response) -> None:
+    def __init__(
+        self, response: httpcore2.Response, to: SendTo, start_response: StartResponse
+    ) -> None:
         self._response = response
+        self._to = to
+        self._start_response = start_response
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._response.iter_stream())
+        try:
+            yield from self._response.iter_stream()
+        except _FAILED as error:
+            # Raises the error again if the headers have been sent.
+            yield from _failed(self._start_response, self._to, error, started=True)
 
     def close(self) -> None:
         self._response.close()

@@ -274,11 +274,12 @@ class NetworkConformance:
 
 
 async def _grant(h: LinkedHarness, store: Store) -> Lease:
-    """Grant a lease. A server that many clients ask at once may drop some of their connections."""
+    """Grant a lease. A server that many clients ask at once may drop some of their connections, and
+    on a slow machine a lease may expire before its grant is complete."""
     while True:
         try:
             return await store.grant(h.ttl_s)
-        except (OutcomeUnknown, StoreUnavailable):
+        except (LeaseGone, OutcomeUnknown, StoreUnavailable):
             await h.elapse(h.ttl_s / 50)
 
 
