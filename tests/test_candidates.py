@@ -329,8 +329,8 @@ def test_a_thread_whose_callback_fails_lets_go(caplog: pytest.LogCaptureFixture)
 
 def test_a_thread_that_pauses_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause after a body that ended at once grows to several seconds."""
-    monkeypatch.setattr("doyen.scopes.FIRST_PAUSE_S", 60.0)
-    monkeypatch.setattr("doyen.scopes.LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr("doyen.election.scopes.FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("doyen.election.scopes.LONGEST_PAUSE_S", 60.0)
     ended = threading.Event()
 
     def start(term: Term) -> None:
@@ -360,7 +360,7 @@ def test_a_thread_keeps_few_leaders_for_a_slow_callback(monkeypatch: pytest.Monk
         go_on.wait(10.0)
         seen.append(leader.token)
 
-    monkeypatch.setattr("doyen.candidates.observe_leader", observe)
+    monkeypatch.setattr("doyen.election.callbacks.observe_leader", observe)
     with (
         doyen.connect_blocking("memory://candidate-slow") as session,
         session.candidate("e", on_new_leader=slow) as candidate,
