@@ -40,7 +40,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+LONG = ("members", "shards", "upkeep")
+"""Benches that take more than 10 s with tiny parameters."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.chaos] * (name in LONG)) for name in FIGURES]
+)
 def test_a_bench_runs_and_reports(name: str) -> None:
     done = bench(name, "--quick", "--json")
     assert (done.returncode, done.stderr) == (0, "")

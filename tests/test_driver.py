@@ -95,7 +95,7 @@ def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
     [
         (Stale, ReplicatedMachines, 0, "after .* was acknowledged"),
         (Driver, Forgetful, 15, "carried out twice"),
-        (Credulous, ReplicatedMachines, 19, "is shorter than|is not there|differs"),
+        (Credulous, ReplicatedMachines, 34, "is shorter than|is not there|differs"),
     ],
 )
 def test_a_storm_finds(

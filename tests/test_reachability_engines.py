@@ -7,45 +7,56 @@ import asyncio
 import json
 import time
 
+import pytest
+
 import doyen
 from candidates import following
 from doyen import Unreachable
 from doyen.model import Leader
-from doyen.stores.port import Capabilities
-from servers import Redis
+from engines import ENGINES
+from servers import Server
 from support import until
 
-TTL_S = Capabilities().ttl_default_s
 SLACK_S = 1.0
 """For the processes of a busy machine."""
 
 
-async def test_a_frozen_server_is_noticed(redis: Redis) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(each, marks=[pytest.mark.chaos] * (each != "redis")) for each in sorted(ENGINES)],
+)
+async def test_a_frozen_server_is_noticed(engine: str) -> None:
+    with ENGINES[engine].start() as server:
+        await check(server, ENGINES[engine].ttl_s)
+
+
+async def check(server: Server, ttl_s: float) -> None:
     seen: list[tuple[Leader | Unreachable[Leader] | None, float]] = []
 
     async def observe(session: doyen.Session) -> None:
         async for leader in session.observe("frozen"):
             seen.append((leader, time.time()))  # noqa: PERF401 - as it comes
 
-    async with doyen.connect(redis.url, ttl_s=2.0) as session, asyncio.timeout(60):
+    async with doyen.connect(server.url, ttl_s=ttl_s) as session, asyncio.timeout(60):
+        default_s = session._opened.store.capabilities.ttl_default_s
         observing = asyncio.create_task(observe(session))
         await until(lambda: seen)
         with (
-            following("watch", "frozen", "--store", redis.url) as text,
-            following("line", "frozen", "--watch", "--json", "--store", redis.url) as lines,
+            following("watch", "frozen", "--store", server.url) as text,
+            following("line", "frozen", "--watch", "--json", "--store", server.url) as lines,
         ):
             await asyncio.to_thread(text.until, "frozen has no leader\n")
             await asyncio.to_thread(lines.until, "\n")
-            redis.freeze()
+            server.freeze()
             frozen_at = time.time()
             try:
                 lost = json.loads(await asyncio.to_thread(lines.until, "\n"))
-                assert time.time() - frozen_at <= TTL_S + SLACK_S
+                assert time.time() - frozen_at <= default_s + SLACK_S
                 await asyncio.to_thread(text.until, "unreachable since .*last known: frozen has no")
             finally:
-                redis.thaw()
+                server.thaw()
             assert lost["as_of"] == lost["unreachable_since"]
-            assert frozen_at - TTL_S <= lost["unreachable_since"] <= frozen_at
+            assert frozen_at - default_s <= lost["unreachable_since"] <= frozen_at
             back = json.loads(await asyncio.to_thread(lines.until, "\n"))
             assert back["unreachable_since"] is None
             await asyncio.to_thread(text.until, "frozen has no leader\n")
@@ -54,5 +65,5 @@ async def test_a_frozen_server_is_noticed(redis: Redis) -> None:
     (first, _), (unreachable, told_at), (again, _) = seen
     assert (first, again) == (None, None)
     assert isinstance(unreachable, Unreachable)
-    assert told_at - frozen_at <= 2.0 + SLACK_S
-    assert frozen_at - 2.0 <= unreachable.since <= frozen_at
+    assert told_at - frozen_at <= ttl_s + SLACK_S
+    assert frozen_at - ttl_s <= unreachable.since <= frozen_at

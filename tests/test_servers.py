@@ -40,6 +40,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 each_cluster = pytest.mark.parametrize("engine", CLUSTERS)
 
 
+@pytest.mark.chaos
 @each_engine
 def test_it_keeps_its_data_across_faults_and_leaves_nothing(engine: str) -> None:
     with ENGINES[engine]() as server:
@@ -71,6 +72,7 @@ def test_it_keeps_its_data_across_faults_and_leaves_nothing(engine: str) -> None
     assert server not in servers.running()
 
 
+@pytest.mark.chaos
 @each_cluster
 def test_a_cluster_replaces_a_leader_that_is_killed_or_frozen(engine: str) -> None:
     with CLUSTERS[engine]() as cluster:
@@ -108,6 +110,7 @@ def test_the_janitor_cleans_up_after_a_killed_process() -> None:
     until_blocking(lambda: not Path(folder).exists())
 
 
+@pytest.mark.chaos
 def test_a_sentinel_makes_a_replica_the_master() -> None:
     with (
         servers.Redis() as master,
