@@ -2,6 +2,8 @@
 
 - `run_virtual`, `VirtualLoop`: run asyncio code in virtual time, without waiting.
 - `FaultyStore`, `Faults`: inject faults between a caller and its store, by hand or by seed.
+- `ControlledStore`: leaders that lose, freeze or cannot reach their store, for tests of your own
+  code; pytest has it as the fixture `doyen_store`.
 - `StoreConformance`, `StoreHarness`: test a store against the port (needs pytest).
   `LinkedStoreConformance` and `LinkedHarness` are for stores that are reached over a network.
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         StoreConformance,
         StoreHarness,
     )
+    from doyen.testing.controlled import ControlledStore
     from doyen.testing.faults import (
         Expired,
         Fault,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BreakableConnection",
+    "ControlledStore",
     "Expired",
     "Fault",
     "Faults",
@@ -60,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for module in ("virtual", "faults", "conformance"):
+        for module in ("virtual", "faults", "controlled", "conformance"):
             found = getattr(import_module(f"doyen.testing.{module}"), name, None)
             if found is not None:
                 return found
