@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import logging
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,13 @@ def _restore_signals() -> list[signal.Signals]:
     for each in ignored:
         signal.signal(each, SIGNALS[each])
     return ignored
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """For a test that calls `doyen run` in its own process: it ignores signals when it ends."""
+    yield
+    _restore_signals()
 
 
 etcd = shared(servers.Etcd, "session")

@@ -198,8 +198,8 @@ async def test_leases_that_expired_in_an_outage_are_ended_together(place: Place)
             f"UPDATE {place.tables['leases']} SET renewed_us = renewed_us - 3600000000"
         )
     store = await place.open(emit=events.append)
-    ticket = await store.enqueue(LINE, b"new", await store.grant(60))
     began = now()
+    ticket = await store.enqueue(LINE, b"new", await store.grant(60))
     while (ahead := await store.ahead(ticket)) is not None:
         notified = asyncio.Event()
         watch = await store.watch(ahead.key, notified.set)

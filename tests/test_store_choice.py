@@ -72,6 +72,7 @@ def test_a_command_states_its_store_once(tmp_path: Path, capsys: Capture) -> Non
     assert capsys.readouterr().err == f"doyen: store {url} (from --store)\n"
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_default_store_is_said_to_be_of_this_machine(tmp_path: Path, capsys: Capture) -> None:
     assert cli.main(["run", "e", "--", "true"]) == 0
     said = capsys.readouterr().err
@@ -117,6 +118,7 @@ def test_a_session_on_the_default_store_warns(
     assert "this machine only" in line.getMessage()
 
 
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("value", ["1", "true", "YES"])
 def test_the_default_can_be_refused(
     value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture

@@ -38,6 +38,7 @@ def test_urls_of_mysql(scheme: str, mysql: servers.MariaDB) -> None:
     assert elects(with_scheme(mysql.url, scheme, "charset=utf8mb4&connect_timeout=5"))
 
 
+@pytest.mark.usefixtures("signals")
 def test_variables_of_other_programs(
     postgresql: servers.Postgres,
     etcd: servers.Etcd,

@@ -156,8 +156,8 @@ class Store(ABC):
     async def remaining(self, leases: Sequence[str]) -> Mapping[str, float]:
         """What is left of these leases, in seconds, according to the store.
 
-        For stores that know it, although their entries do not have `remaining_s`. A lease that has
-        ended is left out. A store that cannot tell returns nothing.
+        For stores that know it, although their entries do not have `remaining_s`. Of a lease that
+        has ended, nothing is left: 0.0. A store that cannot tell returns an empty mapping.
         """
         return {}
 

@@ -412,6 +412,6 @@ class LeaseLooks:
             client.fail(request.id, ErrorCode.UNAVAILABLE, str(error))
         except MsgspecError:
             # A leader of the first release.
-            client.send(LeaseTimes(request.id, (None,) * len(leases)))
+            client.send(LeaseTimes(request.id, ()))
         else:
             client.send(LeaseTimes(request.id, tuple(left)))

@@ -265,8 +265,8 @@ class Administered(Response, frozen=True, gc=False, tag=9):
 
 
 class LeaseTimes(Response, frozen=True, gc=False, tag=11):
-    """What is left of each lease in seconds; None if it has ended. The leader has not asked a
-    majority, so this is for people to look at."""
+    """What is left of each lease in seconds; None if it has ended. Empty if the leader cannot tell.
+    The leader has not asked a majority, so this is for people to look at."""
 
     id: int
     remaining_s: tuple[float | None, ...]

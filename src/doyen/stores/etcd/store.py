@@ -100,9 +100,8 @@ class EtcdStore(GuardedStore):
         answers = await asyncio.gather(*map(ask, leases))
         # etcd rounds down to whole seconds. With a new leader, the time of all leases begins anew.
         return {
-            lease: min(float(answer.grantedTTL), answer.TTL + 0.5)
+            lease: min(float(answer.grantedTTL), answer.TTL + 0.5) if answer.TTL >= 0 else 0.0
             for lease, answer in zip(leases, answers, strict=True)
-            if answer.TTL >= 0
         }
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:

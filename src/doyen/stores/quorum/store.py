@@ -224,7 +224,7 @@ class QuorumStore(GuardedStore):
                 lambda id, numbers=numbers: LeaseTimesRequest(id, numbers)  # type: ignore[misc]  # noqa: A006
             )
             told = zip(some, response.remaining_s, strict=False)
-            known |= {lease: left_s for lease, left_s in told if left_s is not None}
+            known |= {lease: left_s or 0.0 for lease, left_s in told}
         return known
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
