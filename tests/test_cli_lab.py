@@ -132,6 +132,7 @@ def test_protocols_side_by_side_in_a_table_and_a_chart(tmp_path: Path, capsys: C
     assert capsys.readouterr().out.splitlines()[0].startswith("protocol")
 
 
+@pytest.mark.chaos
 def test_charts_are_drawn_as_png_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,28 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
-each_test = pytest.mark.parametrize("path", TESTS, ids=name_of)
-each_file = pytest.mark.parametrize("path", ALL, ids=name_of)
+def of_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test for all files: thousands of tests would take longer than the checks."""
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            failed = {}
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    failed[name_of(path)] = str(error)
+            assert not failed
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
+each_source = of_each(SOURCES)
+each_test = of_each(TESTS)
+each_file = of_each(ALL)
 
 
 @cache

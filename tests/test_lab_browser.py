@@ -189,6 +189,7 @@ def test_every_scenario_opens_without_an_error(browser: Browser, tmp_path: Path)
                 assert page.locator("#story li").count() == len(film["scenes"][number]["story"])
 
 
+@pytest.mark.chaos
 def test_twenty_thousand_events_take_less_than_a_frame_each_time(
     browser: Browser, tmp_path: Path
 ) -> None:

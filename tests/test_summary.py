@@ -74,7 +74,7 @@ def table(output: str) -> dict[str, list[str]]:
     return {line[0]: [*line[1:3], *line[4:]] for line in cells}
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.chaos)])
 def test_every_engine_has_a_row(tmp_path: Path, workers: str) -> None:
     result = run(tmp_path, "--numprocesses", workers, "--dist", "loadgroup")
     assert result.returncode == 1
