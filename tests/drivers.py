@@ -210,6 +210,9 @@ class Link:
         met = link is not None and link.open and self._world.joined(self._node, peer)
         return self._world.supports.get(peer, NEWEST) if met else 0
 
+    async def newest(self, node: str, address: str) -> int | None:
+        return self.supports(node) or None
+
     def require(self, version: int) -> None:
         self.required = version
 

@@ -25,7 +25,7 @@ from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, 
 from doyen.quorum.node.admin import AdminRequest
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.proposals import Batch, ProposalLimits, decode_results, encode_results
-from doyen.quorum.node.replicated import USER, Failure, ReplicatedMachines
+from doyen.quorum.node.replicated import USER, Command, Failure, ReplicatedMachines
 from doyen.testing.virtual import run_virtual
 from drivers import VOTERS, Clients, Credulous, Forgetful, Hasty, Stale, World, storm
 from support import runner
@@ -309,11 +309,12 @@ async def test_a_proposer_that_has_gone_is_not_missed(world: World) -> None:
 
 def test_results_too_large_to_send_are_reported() -> None:
     large = [b"x" * (2 << 20), b"y" * (3 << 20), 1, Failure("no")]
-    first, second, third, fourth = decode_results(encode_results(large))
+    commands = [Command("c", seq, 1, USER, b"") for seq in range(4)]
+    first, second, third, fourth = decode_results(encode_results(large), commands)
     assert "too large" in first.reason
     assert "too large" in second.reason
     assert (third, fourth) == (1, Failure("no"))
-    assert decode_results(encode_results(large[:1])) == large[:1]
+    assert decode_results(encode_results(large[:1]), commands) == large[:1]
 
 
 @with_world

@@ -337,6 +337,17 @@ async def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() ->
         assert not one.peers.incoming
 
 
+async def test_a_node_that_is_not_a_member_is_asked_for_its_version() -> None:
+    async with Nodes() as nodes:
+        one, other = await nodes.add("n1"), await nodes.add("n2")
+        assert await one.peers.newest("n2", other.address) == NEWEST
+        assert await one.peers.newest("n3", other.address) is None
+        await other.close()
+        assert await one.peers.newest("n2", other.address) is None
+        assert not one.links()
+        assert not other.peers.incoming
+
+
 async def test_a_founding_record_that_comes_late_is_no_fault() -> None:
     """Whoever has dialled a node that waited to be founded tells it the record, and that node may
     have heard it from another by then. They connect anew, as members."""

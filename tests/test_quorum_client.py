@@ -21,8 +21,18 @@ from doyen.quorum.node import replicated as machines
 from doyen.quorum.node.listener import Listener
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.connection import End, FrameConnection
-from doyen.quorum.protocol.handshake import ConnectionIdentity
-from doyen.quorum.protocol.requests import ANSWER, LeaseRenewed, ListChunk, NodeStatus, Scan
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
+from doyen.quorum.protocol.requests import (
+    ANSWER,
+    LeaseRenewed,
+    LeaseTimes,
+    LeaseTimesRequest,
+    ListChunk,
+    NodeStatus,
+    Scan,
+    StatusRequest,
+    decode_request,
+)
 from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
@@ -591,3 +601,64 @@ async def test_a_list_that_was_answered_is_whole_though_its_connection_ends_in_t
     wire._disconnected(link, End.LEFT)
     assert await listing == [record]
     await wire.close()
+
+
+class FakeNode:
+    """The client's connection to a node that answers at once; an older one knows no requests for
+    the times of leases."""
+
+    address, ending, closed, info = "n", False, False, MemberInfo()
+
+    def __init__(self, wire: QuorumConnection, *, older: bool, mute: bool = False) -> None:
+        self.wire, self.older, self.mute = wire, older, mute
+        self.remote = ConnectionIdentity("c", "n1", 1)
+        self.asked: list[Any] = []
+
+    def send(self, kind: int, *parts: bytes) -> bool:
+        request = decode_request(b"".join(parts))
+        self.asked.append(request)
+        if isinstance(request, StatusRequest):
+            self._answer(condition("n1", id=request.id, lease_times=not self.older))
+        elif isinstance(request, LeaseTimesRequest) and not self.mute:
+            self._answer(LeaseTimes(request.id, (1.5,) * len(request.leases)))
+        return True
+
+    def _answer(self, answer: Any) -> None:
+        link: Any = self
+        frames = [(ANSWER, encode(answer))]
+        asyncio.get_running_loop().call_soon(self.wire._received, link, frames)
+
+    def close(self) -> None: ...
+
+    async def wait(self) -> None: ...
+
+
+async def test_no_older_node_is_asked_for_the_times_of_leases() -> None:
+    """It would take the request for a fault, and end the connection."""
+    store = make_store(StoreURL.parse("doyen://127.0.0.1:1"))
+    wire = store._requests
+    links = [FakeNode(wire, older=False), FakeNode(wire, older=True), FakeNode(wire, older=False)]
+
+    def connect(link: Any) -> None:
+        if wire._connection is not None:
+            wire._disconnected(wire._connection, End.LEFT)
+        if wire._connecting is not None:
+            wire._connecting.cancel()
+        wire._connected(link)
+
+    connect(links[0])
+    assert await store.remaining(["7"]) == {"7": 1.5}
+    assert await store.remaining(["7", "8"]) == {"7": 1.5, "8": 1.5}
+    assert sum(isinstance(each, StatusRequest) for each in links[0].asked) == 1
+    connect(links[1])
+    assert await store.remaining(["7"]) == {}
+    connect(links[2])
+    assert await store.remaining(["7"]) == {"7": 1.5}
+    # A request in flight does not move to an older node with the others.
+    links[2].mute = True
+    asking = asyncio.create_task(store.remaining(["7"]))
+    await until(lambda: sum(isinstance(each, LeaseTimesRequest) for each in links[2].asked) == 2)
+    connect(links[1])
+    assert await asking == {}
+    assert not any(isinstance(each, LeaseTimesRequest) for each in links[1].asked)
+    await store.close()

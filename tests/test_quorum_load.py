@@ -19,6 +19,7 @@ from doyen.quorum.keyspace.commands import (
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.clients import PIECE
 from doyen.quorum.node.replicated import USER
 from doyen.quorum.protocol.connection import BOUND, HIGH_WATER
@@ -37,6 +38,7 @@ from doyen.quorum.protocol.requests import (
     Scan,
     Write,
 )
+from doyen.testing.virtual import run_virtual
 from drivers import World
 from test_driver import SMALL, follower_of, run
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
@@ -112,6 +114,33 @@ def test_refused_creates_are_answered_however_large_the_entry_is() -> None:
             assert isinstance(await client.do(2, Create("k", b"", lease)), EntryExists)
 
     on_quorum(test)
+
+
+def test_refused_creates_through_a_follower_are_answered_in_a_cluster_of_version_1() -> None:
+    """Its leader sends the whole entry with each result, and a batch of such results does not fit
+    into a frame."""
+
+    async def main() -> None:
+        quorum = Quorum()
+        quorum.world.supports |= {"n1": FIRST, "n2": FIRST, "n3": FIRST}
+        await quorum.start(raised=False)
+        node = await quorum.follower()
+        client = Slow(quorum.services[node])
+        lease = await granted(client)
+        await client.do(2, Put("k", b"x" * MAX_VALUE, 0))
+        ids = [*range(3, 43)]
+        refused = encode(Create("k", b"", lease))
+        client.put(Write(1, ids, [refused] * len(ids)))
+        for number in ids:
+            answer = await client.answer_to(number)
+            assert isinstance(answer, bytes), answer
+            result = decode_result(answer)
+            assert isinstance(result, EntryExists)
+            assert len(result.entry.value) == MAX_VALUE
+        assert client.most <= HIGH_WATER + 2 * MAX_VALUE
+        assert quorum.keyspace(node).version == FIRST
+
+    run_virtual(main)
 
 
 def test_a_refused_create_whose_rival_has_gone_meanwhile_may_be_retried() -> None:

@@ -56,9 +56,10 @@ def test_the_version_rises_when_every_member_supports_it() -> None:
     run_virtual(main)
 
 
-async def versions_around_an_addition(delay_s: float) -> tuple[int, int]:
+async def versions_around_an_addition(delay_s: float) -> tuple[int | None, int]:
     """A node of an older release is added this long after the command that raises the version is
-    queued. The version when the node became a member in the leader's log, and at the end."""
+    queued. The version when the node became a member in the leader's log, None if it was refused,
+    and the version at the end."""
     quorum = Quorum()
     quorum.world.supports |= {"n1": 1, "n2": 1, "n3": 1}
     await quorum.start(raised=False)
@@ -70,9 +71,14 @@ async def versions_around_an_addition(delay_s: float) -> tuple[int, int]:
     if delay_s:
         await asyncio.sleep(delay_s)
     adding = asyncio.ensure_future(leader.admin.perform("add", "n4", "h4:1"))
-    await quorum.world.until(lambda: "n4" in leader.membership.everyone)
-    added_at = quorum.keyspace(leader.id).version
-    await adding
+    await quorum.world.until(lambda: "n4" in leader.membership.everyone or adding.done())
+    added_at: int | None = quorum.keyspace(leader.id).version
+    if "n4" in leader.membership.everyone:
+        await adding
+    else:
+        added_at = None
+        with pytest.raises(OrderFailed, match="install the release"):
+            await adding
     await asyncio.sleep(5.0)
     return added_at, quorum.keyspace(leader.id).version
 
@@ -81,11 +87,30 @@ DELAYS_S = [0.0, *(0.0002 * step for step in range(1, 20))]
 """From the proposal of a command until it is applied everywhere."""
 
 
-def test_a_node_is_not_added_while_the_version_is_being_raised() -> None:
+def test_an_older_node_is_not_added_to_a_cluster_whose_version_rises() -> None:
     """The node would receive a command that it does not know."""
-    for delay_s in DELAYS_S:
-        added_at, at_the_end = run_virtual(partial(versions_around_an_addition, delay_s))
-        assert added_at == at_the_end, f"added {delay_s:g} s after the version was to be raised"
+    outcomes = {
+        delay_s: run_virtual(partial(versions_around_an_addition, delay_s)) for delay_s in DELAYS_S
+    }
+    assert set(outcomes.values()) <= {(FIRST, FIRST), (None, NEWEST)}, outcomes
+    assert (None, NEWEST) in outcomes.values()
+
+
+def test_a_node_of_an_unknown_release_may_be_added() -> None:
+    """One that does not run yet: its connections are refused later if it is older."""
+
+    async def test(quorum: Quorum) -> None:
+        leader, other = await quorum.world.leader(), await quorum.follower()
+        await leader.admin.perform("add", "n4", "h4:1")
+        assert "n4" in leader.membership.everyone
+        quorum.world.supports["n5"] = NEWEST - 1
+        await quorum.world.boot_one("n5", Membership(quorum.world.voters, ("n5",)))
+        with pytest.raises(OrderFailed, match=f"version {NEWEST} .* install the release"):
+            await quorum.world.nodes[other].admin.perform("add", "n5", "h5:1")
+        quorum.world.supports["n5"] = NEWEST
+        await leader.admin.perform("add", "n5", "h5:1")
+
+    on_quorum(test)
 
 
 def test_an_addition_that_ignores_the_raising_of_the_version_is_detected(

@@ -7,6 +7,7 @@ is in force already has no effect, so repeating one is harmless.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from doyen.quorum.node.leader_calls import (
     LeaderCalls,
     Respond,
 )
+from doyen.quorum.node.peers import too_old
 from doyen.quorum.node.proposals import Batch, Proposals
 from doyen.quorum.node.pump import Pump
 from doyen.quorum.protocol.security import parse_address
@@ -116,8 +118,11 @@ class Administration:
         applier: Applier,
         disk_space: DiskSpace,
         leader_calls: LeaderCalls,
+        newest: Callable[[str, str], Awaitable[int | None]],
     ) -> None:
+        """`newest` is `Peers.newest`."""
         self._pump = pump
+        self._newest = newest
         self._proposals = proposals
         self._applier = applier
         self._disk_space = disk_space
@@ -187,6 +192,7 @@ class Administration:
             # out.
             with suppress(OrderFailed):
                 await self._transfer("")
+        newest = await self._newest_of_added(request)
         reason: str | None = ""
         for _ in range(RETRIES):
             if core.role is not Role.LEADING:
@@ -195,6 +201,9 @@ class Administration:
             wanted = changed(core.membership, request)
             if wanted == core.membership == self._applier.membership:
                 return True
+            version = self._applier.machine.version
+            if newest is not None and newest < version:
+                raise OrderFailed(too_old(request.node, newest, version))
             if wanted == core.membership:  # the same request was made before; it may be undone yet
                 reason = "the change is not committed yet; ask again in a moment"
             elif len(wanted.everyone) > len(core.membership.everyone) and self._version_in_flux():
@@ -205,6 +214,13 @@ class Administration:
                 return False
             await self._pump.pause()
         raise OrderFailed(reason or "")
+
+    async def _newest_of_added(self, request: AdminRequest) -> int | None:
+        """The newest version of the state that a node which is to be added supports, if it answers.
+        A member that is too old would never be admitted, and would count as one that is down."""
+        if request.what != "add" or request.node in self._pump.core.membership.everyone:
+            return None
+        return await self._newest(request.node, _reachable(request.address))
 
     def _version_in_flux(self) -> bool:
         """Whether the log may hold a command, not applied yet, that raises the cluster's version.

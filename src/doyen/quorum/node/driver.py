@@ -101,7 +101,9 @@ class Driver:
         self.applier = Applier(pump, machine, journal, self.proposals, limits)
         self.reads = LinearizableReads(pump, self.applier, calls, limits.patience_s)
         self.disk_space = DiskSpace(pump, journal, calls, limits)
-        self.admin = Administration(pump, self.proposals, self.applier, self.disk_space, calls)
+        self.admin = Administration(
+            pump, self.proposals, self.applier, self.disk_space, calls, transport.newest
+        )
         self._proposer = Proposer(
             pump,
             machine,

@@ -39,7 +39,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from doyen._waiting import BackgroundTasks
-from doyen.errors import DoyenError, StoreUnavailable
+from doyen.errors import DoyenError, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import CoreEvent, Message, Snapshot
@@ -73,6 +73,14 @@ PROBE_S = 1.0
 
 Asked = Callable[[str, bytes, Callable[[bytes], None]], None]
 Streamed = Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]]
+
+
+def too_old(node: str, newest: int, version: int) -> str:
+    """Why a node that supports versions up to `newest` is refused in a cluster of this version."""
+    return (
+        f"this cluster is at version {version} of its state, and node {node!r} supports"
+        f" versions up to {newest}: install the release there that the other nodes run"
+    )
 
 
 class Peers:
@@ -174,12 +182,24 @@ class Peers:
     def unsupported(self, connection: FrameConnection) -> str | None:
         """Why this peer cannot take part in a cluster of this version; None if it can."""
         node, newest = connection.remote.node, connection.supports[1]
-        if self._version <= newest:
+        return None if self._version <= newest else too_old(node, newest, self._version)
+
+    async def newest(self, node: str, address: str) -> int | None:
+        """`supports`, for a node that is not a member yet; None if it does not answer."""
+        try:
+            connection = await self.dial(
+                address,
+                self.me,
+                role="onlooker",
+                wanted=node,
+                on_frames=lambda *_: None,
+                on_end=lambda *_: None,
+                handshake_s=self._probe_s,
+            )
+        except StoreError:
             return None
-        return (
-            f"this cluster is at version {self._version} of its state, and node {node!r} supports"
-            f" versions up to {newest}: install the release there that the other nodes run"
-        )
+        connection.close()
+        return connection.supports[1]
 
     def _open(self) -> list[FrameConnection]:
         return [*self.connections.values(), *(peer.connection for peer in self.incoming.values())]

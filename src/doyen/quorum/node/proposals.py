@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,6 +35,8 @@ from doyen.errors import (
 from doyen.events.log_lines import log_line
 from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Accepted, CoreEvent
+from doyen.quorum.keyspace.commands import LargeEntryExists, encode
+from doyen.quorum.node import roles
 from doyen.quorum.node.leader_calls import DONE, UNKNOWN, LeaderCalls, Respond
 from doyen.quorum.node.pump import Pump, call_safely
 from doyen.quorum.node.replicated import (
@@ -44,7 +46,6 @@ from doyen.quorum.node.replicated import (
     Failure,
     ReplicatedMachines,
 )
-from doyen.quorum.node.roles import raises_version
 
 log = logging.getLogger("doyen.quorum.node")
 
@@ -188,29 +189,38 @@ _encode = Encoder().encode
 _decode = Decoder(_Results).decode
 
 
+_TOO_LARGE = Failure(
+    "it was carried out, but its result is too large to be sent to the node that proposed it:"
+    " propose on the leader, or give back less"
+)
+"""Takes the place of a result that a leader does not send. Nodes recognise it by its text, which
+earlier releases send too."""
+
+
 def encode_results(results: list[Any]) -> bytes:
     """A batch's results, for the node that it came from."""
     failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
-    if failures:
-        results = [None if type(each) is Failure else each for each in results]
-    data = _encode(_Results(results, failures))
-    if len(data) > RESULTS_BYTES:
-        fair = RESULTS_BYTES // len(results)
-        for at, each in enumerate(results):
-            if len(_encode(each)) > fair:
-                failures[at] = Failure(
-                    "it was carried out, but its result is too large to be sent to the node that"
-                    " proposed it: propose on the leader, or give back less"
-                )
-                results = [*results[:at], None, *results[at + 1 :]]
-        data = _encode(_Results(results, failures))
+    values = [None if at in failures else each for at, each in enumerate(results)]
+    # Checked first: in version 1, results of creates may be much larger together.
+    size = sum(len(each) for each in values if type(each) is bytes)
+    data = b"" if size > RESULTS_BYTES else _encode(_Results(values, failures))
+    if not data or len(data) > RESULTS_BYTES:
+        fair = RESULTS_BYTES // len(values)
+        for at, each in enumerate(values):
+            if (len(each) if type(each) is bytes else len(_encode(each))) > fair:
+                values[at], failures[at] = None, _TOO_LARGE
+        data = _encode(_Results(values, failures))
     return data
 
 
-def decode_results(data: bytes) -> list[Any]:
+def decode_results(data: bytes, commands: Sequence[Command]) -> list[Any]:
+    """The results of these commands, which the leader has sent."""
     results = _decode(data)
     for at, failure in results.failures.items():
         results.values[at] = failure
+        if failure == _TOO_LARGE and (key := roles.created_key(commands[at])) is not None:
+            # Only a refused create has a large result: the entry, which this node can read itself.
+            results.values[at] = encode(LargeEntryExists(key))
     return results.values
 
 
@@ -515,7 +525,7 @@ class Proposals:
         """Whether a command that raises the cluster's version waits to be appended or applied."""
         appended = (command for batch in self.appended.values() for command in batch.commands)
         waiting: Iterable[_Proposal | Command] = chain(self.internal, appended)
-        return any(raises_version(each.target, each.body) for each in waiting)
+        return any(roles.raises_version(each.target, each.body) for each in waiting)
 
     def refused(self, reason: str) -> bool:
         """The core refused something. False if that was not an entry."""

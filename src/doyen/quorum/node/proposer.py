@@ -149,7 +149,7 @@ class Proposer:
         response = await self._leader_calls.call(leader, tag + encode_batch(batch.commands))
         status, payload = response[0], response[1:]
         if status == DONE:
-            self._proposals.settle(batch, decode_results(payload))
+            self._proposals.settle(batch, decode_results(payload, batch.commands))
             return
         if status != UNKNOWN:
             batch.not_carried_out()

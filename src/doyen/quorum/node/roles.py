@@ -94,6 +94,14 @@ _FREEING = {kind.__struct_config__.tag for kind in (Revoke, Delete)}
 _RAISING = {RaiseVersion.__struct_config__.tag}
 
 
+def created_key(command: Command) -> str | None:
+    """The key, if this is a create that a client has proposed."""
+    if command.target != KEYSPACE:
+        return None
+    create = decode_command(command.body)
+    return create.key if isinstance(create, Create) else None
+
+
 def frees(command: Command) -> bool:
     """Whether a command only removes something."""
     return _has_tag(command.target, command.body, _FREEING)

@@ -24,6 +24,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Container, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import MsgspecError, Struct
@@ -62,6 +63,7 @@ from doyen.quorum.protocol.requests import (
     ListChunk,
     NodeStatus,
     Request,
+    StatusRequest,
     WatchConfirmed,
     WatchNotification,
     WatchRequest,
@@ -109,7 +111,13 @@ class _Call(Struct, eq=False):
     """How often it was sent."""
     name: str = ""
     """The name under which a write was sent."""
+    here: bool = False
+    """Whether it may be sent on the current connection only."""
     entries: list[StoredEntry] = []
+
+
+class _NodeLeft(Exception):
+    """The connection ended before the response to a request that may be sent on it only."""
 
 
 class _WriteIds:
@@ -173,6 +181,8 @@ class QuorumConnection:
         self._unsent: list[_Call] = []
         """Writes that go out together, at the end of this iteration of the loop."""
         self._write_ids = _WriteIds()
+        self._status: NodeStatus | None = None
+        """What the node of the current connection has told about itself."""
         self._watches: dict[int, QuorumWatch] = {}
         self._notified = 0
         """All watches that the current connection has confirmed were notified of all changes up to
@@ -184,6 +194,7 @@ class QuorumConnection:
             Failed: self._failed,
             ListChunk: self._list_chunk,
             BackupChunk: self._backup_chunk,
+            NodeStatus: self._told_status,
         }
 
     @property
@@ -202,9 +213,12 @@ class QuorumConnection:
         make: Callable[[int], Request] | None,
         take: Callable[[BackupChunk], None] | None = None,
         body: bytes = b"",
+        *,
+        here: bool = False,
     ) -> Any:
         """Send a request that may be repeated. `make` makes it with its id; `take` receives the
-        chunks of a backup. Without `make`, it is a write with this body."""
+        chunks of a backup. Without `make`, it is a write with this body. With `here`, it is not
+        sent again on another connection."""
         # Numbered at the same time as it is registered: the floor skips unregistered numbers.
         if make is None:
             self._write_ids.last = number = self._write_ids.last + 1
@@ -212,7 +226,7 @@ class QuorumConnection:
             self._requests = number = self._requests - 1
         loop = self._loop
         future = loop.create_future()
-        call = self._calls[number] = _Call(number, make, future, loop.time(), take, body)
+        call = self._calls[number] = _Call(number, make, future, loop.time(), take, body, here=here)
         if self._connection is not None:
             self._send(call)
         else:
@@ -224,6 +238,20 @@ class QuorumConnection:
             raise
         finally:
             del self._calls[number]
+
+    async def ask_if(
+        self, able: Callable[[NodeStatus], bool], make: Callable[[int], Request]
+    ) -> Any:
+        """Send a request that earlier releases do not know. None if the node is not `able` to
+        answer it, by its status: it would take the request for a fault and end the connection."""
+        while True:
+            if self._status is None:
+                await self.ask(StatusRequest)
+            if self._status is not None:  # otherwise it was lost again
+                if not able(self._status):
+                    return None
+                with suppress(_NodeLeft):
+                    return await self.ask(make, here=True)
 
     def _send(self, call: _Call) -> None:
         if call.make is not None:
@@ -363,6 +391,10 @@ class QuorumConnection:
             if call is not None and not call.future.done():
                 call.future.set_result(decode_result(result))
 
+    def _told_status(self, response: NodeStatus) -> None:
+        self._status = response
+        self._answered(response)
+
     def _answered(self, response: FoundEntry | LeaseRenewed | NodeStatus | Administered) -> None:
         call = self._calls.get(response.id)
         if call is not None:
@@ -457,11 +489,12 @@ class QuorumConnection:
             request = WatchRequest(watch.id, watch.scope, watch.position, cluster.id)
             connection.send(REQUEST, encode(request))
         for _, call in sorted(self._calls.items()):
-            self._send(call)
+            if not call.future.done():
+                self._send(call)
 
     def _disconnected(self, connection: FrameConnection, end: End) -> None:
         if connection is self._connection:
-            self._connection = None
+            self._connection = self._status = None
             self._unsent.clear()
             self._dialler.skip()
             for watch in self._watches.values():
@@ -470,6 +503,8 @@ class QuorumConnection:
                     watch.confirmed = False
             for call in self._calls.values():
                 call.entries = []  # not cleared: it may be a complete result, not yet taken
+                if call.here and not call.future.done():
+                    call.future.set_exception(_NodeLeft)
             if self._calls or self._watches:
                 self._connect()
 

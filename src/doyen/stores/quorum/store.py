@@ -93,7 +93,6 @@ class QuorumStore(GuardedStore):
         self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._cluster = ExpectedCluster(cluster)
-        self._tells_lease_times = False
         first = random.randrange(len(nodes))  # so that clients are spread over the nodes
         self._requests, self._renewals = (
             QuorumConnection(
@@ -120,7 +119,6 @@ class QuorumStore(GuardedStore):
                     )
                     raise Electing(f"{error}: {remedy}") from error
                 await asyncio.sleep(ELECTING_S)
-        self._tells_lease_times = status.lease_times
         notice_s = ELECTIONS * status.election_s
         self.capabilities = replace(self.capabilities, notice_s=notice_s)
         if token_floor:
@@ -214,15 +212,16 @@ class QuorumStore(GuardedStore):
 
     async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
         self._require_usable()
-        if not self._tells_lease_times:
-            return {}
         known: dict[str, float] = {}
         for begin in range(0, len(leases), MAX_LEASES):
             some = leases[begin : begin + MAX_LEASES]
             numbers = tuple(int(lease) for lease in some)
-            response: LeaseTimes = await self._requests.ask(
-                lambda id, numbers=numbers: LeaseTimesRequest(id, numbers)  # type: ignore[misc]  # noqa: A006
+            response: LeaseTimes | None = await self._requests.ask_if(
+                lambda status: status.lease_times,
+                lambda id, numbers=numbers: LeaseTimesRequest(id, numbers),  # type: ignore[misc]  # noqa: A006
             )
+            if response is None:
+                return {}
             told = zip(some, response.remaining_s, strict=False)
             known |= {lease: left_s or 0.0 for lease, left_s in told}
         return known
