@@ -201,7 +201,7 @@ def test_a_missing_server_is_reported_in_one_line(variable: str, value: str, mes
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here)]
     result = subprocess.run(
-        [*command, "-k", "test_it_keeps and etcd"],
+        [*command, "-m", "chaos", "-k", "test_it_keeps and etcd"],
         env={**os.environ, variable: value},
         capture_output=True,
         text=True,

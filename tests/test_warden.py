@@ -705,7 +705,7 @@ def test_the_guards_word_arrives_although_a_ping_was_left_unread(
 def test_without_a_pidfd_a_session_goes_on_without_a_warden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(pid: int) -> int:
+    def none(pid: int, flags: int = 0) -> int:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", none)
