@@ -254,7 +254,7 @@ class Terminal:
         """Wait for a pattern in the output after some position."""
         deadline = time.monotonic() + WITHIN_S
         while True:
-            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output[after:])
+            plain = self._plain(after)
             if match := re.search(pattern, plain):
                 return match
             assert time.monotonic() < deadline, f"no {pattern!r} in {plain[-3000:]!r}"
@@ -265,13 +265,20 @@ class Terminal:
         os.write(self.near, key.encode())
         return len(self.output)
 
-    def end(self) -> int:
+    def _plain(self, after: int = 0) -> str:
+        """The output without control sequences."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.output[after:])
+
+    def ends(self) -> None:
+        """Wait for the end, which must be with exit code 0."""
         deadline = time.monotonic() + WITHIN_S
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, "it does not end"
+            assert time.monotonic() < deadline, f"it does not end: {self._plain()[-3000:]}"
             self._read()
-        self._read()
-        return self.process.returncode
+        while select.select([self.near], [], [], 0)[0]:
+            self._read()
+        code = self.process.returncode
+        assert code == 0, f"exit code {code}: {self._plain()[-3000:]}"
 
 
 @contextmanager
@@ -306,7 +313,7 @@ def test_in_a_terminal_keys_kill_freeze_and_depose_the_leader(tmp_path: Path) ->
         shown.seen(rf"{third} +waiting", after=at)
 
         at = shown.press("q")
-        assert shown.end() == 0
+        shown.ends()
         shown.seen("Proved by the audit logs", after=at)
         assert shown.output.index("\x1b[?1049h") < shown.output.index("\x1b[?1049l")
         assert shown.output.rindex("\x1b[?25h") > shown.output.rindex("\x1b[?25l")
@@ -326,7 +333,7 @@ def test_in_a_terminal_keys_kill_and_freeze_the_quorums_leader(tmp_path: Path) -
         shown.seen(rf"{second} frozen", after=at)
         shown.seen(rf"{second} following", after=at)
         shown.press("q")
-        assert shown.end() == 0
+        shown.ends()
     assert list(tmp_path.iterdir()) == []
     assert nodes(tmp_path) == []
 
@@ -342,7 +349,7 @@ def test_a_chosen_candidate_is_thawed_in_time_and_ctrl_c_quits(tmp_path: Path) -
         at = shown.press("f")
         shown.seen(rf"{leader} +(leading|waiting)", after=at)
         shown.press("\x03")
-        assert shown.end() == 0
+        shown.ends()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,7 +362,7 @@ def test_without_rich_changes_are_lines(tmp_path: Path) -> None:
         at = shown.press("k")
         shown.seen(rf"{first} killed, server\d leads \(token \d+\) after [\d.]+ ms", after=at)
         shown.press("q")
-        assert shown.end() == 0
+        shown.ends()
         assert "\x1b" not in shown.output
     assert list(tmp.iterdir()) == []
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,13 @@ from doyen import term as term_module
 from doyen.election.options import SessionSettings
 from doyen.events import Hindered, Record
 from doyen.events.telemetry import DeliveryQueue
+from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import ThreadRuntime
+from doyen.stores.port import Context, open_store
+from doyen.stores.sqlite import SQLiteStore, forks
+from doyen.stores.sqlite.database import Database
+from doyen.stores.sqlite.forks import connections
+from doyen.stores.sqlite.tables import Transaction
 from support import core_of, keepalive_of, until_blocking
 
 # From 3.12 on Python warns of forks in a process with threads, which is what is on trial here.
@@ -200,6 +207,153 @@ def test_the_child_may_connect_asynchronously(tmp_path: Path) -> None:
 
         in_child(lambda: asyncio.run(connect()))
         assert term.valid
+
+
+class Child:
+    """A forked process with a session of its own. Step by step it leads an election and ends."""
+
+    def __init__(self, url: str, election: str) -> None:
+        self._reports, reporting = os.pipe()
+        waiting, self._orders = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._orders)
+            signal.alarm(20)
+            try:
+                with doyen.connect_blocking(url, ttl_s=2) as own:
+                    os.write(reporting, b"open")
+                    os.read(waiting, 1)
+                    with own.campaign(election, name="child") as term:
+                        os.write(reporting, b"leads")
+                        os.read(waiting, 1)
+                        os.write(reporting, b"still valid, " if term.valid else b"lost, ")
+                    os.write(reporting, b"ended")
+            except BaseException as error:  # noqa: BLE001 - told to the parent
+                os.write(reporting, repr(error).encode())
+            finally:
+                os._exit(0)
+        os.close(reporting)
+        os.close(waiting)
+        assert self.said() == "open"
+
+    def said(self) -> str:
+        return os.read(self._reports, 4000).decode()
+
+    def lead(self) -> None:
+        os.write(self._orders, b"x")
+        assert self.said() == "leads"
+
+    def end(self) -> None:
+        os.close(self._orders)
+        with open(self._reports) as reports:
+            assert reports.read() == "still valid, ended"
+        os.waitpid(self.pid, 0)
+
+
+def test_the_parents_end_does_not_take_the_database_from_the_child(tmp_path: Path) -> None:
+    """SQLite in the child would rely on locks of the parent, which end with the parent's close:
+    the child would go on with a log that others no longer read, and both would lead."""
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session:
+        assert session.leader("e") is None
+        child = Child(url, "e")
+    child.lead()
+    with (
+        doyen.connect_blocking(url, ttl_s=2) as other,
+        pytest.raises(doyen.NotElected, match="'child' leads"),
+    ):
+        other.campaign("e", wait_s=0).__enter__()
+    child.end()
+
+
+def database_of(session: BlockingSession) -> Database:
+    store = core_of(session).store
+    assert isinstance(store, SQLiteStore)
+    return store._database
+
+
+def test_a_fork_waits_for_a_transaction(tmp_path: Path) -> None:
+    """A lock that the parent held during the fork would never become free in the child."""
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session:
+        database = database_of(session)
+        began = threading.Event()
+
+        def write(_: Transaction) -> None:
+            began.set()
+            deadline = time.monotonic() + 10
+            while not connections().forking and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        session._runtime.post(lambda: database.submit(write))
+        assert began.wait(20)
+        child = Child(url, "e")
+        child.lead()
+        leader = session.leader("e")
+        assert leader is not None
+        assert leader.name == "child"
+        child.end()
+
+
+def test_a_file_whose_write_outlasts_the_patience_of_a_fork_is_refused_in_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "FORK_WAIT_S", 0.05)
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session:
+        database = database_of(session)
+        began, forked = threading.Event(), threading.Event()
+
+        def write(_: Transaction) -> None:
+            began.set()
+            forked.wait(20)
+
+        session._runtime.post(lambda: database.submit(write))
+        assert began.wait(20)
+
+        def check() -> None:
+            with pytest.raises(doyen.StoreUnusable, match="forked while its parent was writing"):
+                doyen.connect_blocking(url, ttl_s=2).open()
+            with doyen.connect_blocking(f"sqlite:///{tmp_path}/other.db") as own:
+                assert own.leader("e") is None
+
+        try:
+            in_child(check)
+        finally:
+            forked.set()
+        assert session.leader("e") is None
+
+
+def test_a_file_that_was_replaced_during_a_fork_is_not_opened_again(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/doyen.db"
+    with doyen.connect_blocking(url, ttl_s=2) as session:
+        assert session.leader("e") is None
+
+        def check() -> None:
+            (tmp_path / "doyen.db").rename(tmp_path / "moved.db")
+
+        in_child(check)
+        with pytest.raises(doyen.StoreUnusable, match="removed or replaced while in use"):
+            session.leader("e")
+        assert not (tmp_path / "doyen.db").exists()
+
+
+async def test_a_store_that_is_being_closed_is_abandoned_in_the_child(tmp_path: Path) -> None:
+    url, context = f"sqlite:///{tmp_path}/doyen.db", Context(SystemClock(), lambda _: None)
+    store = await open_store(url, context)
+    assert isinstance(store, SQLiteStore)
+    inbox = store._inbox.fd
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0)
+    assert store._inbox.fd == inbox  # it has been told to close, and has not begun
+
+    def check() -> None:
+        store.forked()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(inbox)
+
+    in_child(check)
+    await closing
 
 
 def test_a_fork_under_load_leaves_no_lock_held_in_the_child(url: str) -> None:

@@ -145,7 +145,7 @@ async def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: P
         watch.close()
 
 
-def test_opening_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
+def test_the_first_lease_of_a_handle_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def leave() -> None:
@@ -164,8 +164,16 @@ def test_opening_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
 
     async def look() -> None:
         folder = path.with_name("x.db.sessions")
-        async with stores(path):
-            assert [file.suffix for file in folder.iterdir()] == [".inbox"]
+        async with stores(path) as (store,):
+            before = len(list(folder.iterdir()))
+            assert await store.get("k") is None
+            assert len(list(folder.iterdir())) == before  # it only looks
+            lease = await store.grant(TTL_S)
+            assert await store.get("k") is None
+            kept = {file.suffix: file.stem for file in folder.iterdir()}
+            assert kept.keys() == {".inbox", ".lease", ".alive"}
+            assert kept[".lease"] == kept[".alive"] == lease.id
+            await store.revoke(lease)
         assert list(folder.iterdir()) == []
 
     run(leave)
@@ -176,7 +184,7 @@ def test_opening_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
     connection.close()
 
 
-def test_leases_of_another_boot_are_observed_after_opening(
+def test_leases_of_another_boot_are_observed_by_those_who_take_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.db"
@@ -192,6 +200,8 @@ def test_leases_of_another_boot_are_observed_after_opening(
         ended: list[Event] = []
         clock = VirtualClock()
         async with stores(path, clock=clock, emit=ended.append) as (store,):
+            await store.grant(TTL_S)
+            assert await store.get("k") is not None
             clock.advance(0.19)
             assert await store.get("k") is not None
             clock.advance(0.01)
@@ -457,7 +467,7 @@ async def test_database_errors_are_mapped_and_leave_no_partial_writes(
     async with stores(tmp_path / "x.db") as (store,):
         lease = await store.grant(TTL_S)
         database = store._database
-        database._execute = Failing(database._connection.execute, statement, code)
+        database._execute = Failing(database._execute, statement, code)
         answers = await asyncio.gather(
             *(store.create(f"k/{number}", b"v", lease) for number in range(3)),
             return_exceptions=True,

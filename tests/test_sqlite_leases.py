@@ -49,6 +49,7 @@ class Bench:
             boot=boot,
             ended=lambda lease, cause: self.ended.append((lease, cause)),
         )
+        handle.looks_only = False
         self._handles.append(handle)
         return handle
 

@@ -169,6 +169,37 @@ def test_a_killed_owner_is_succeeded_at_once(tmp_path: Path) -> None:
     verify(path)
 
 
+def test_a_handle_that_only_looks_leaves_the_proof_of_a_death_to_those_that_take_part(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the audit logs would show that another leads, and not that the first has died."""
+    path = tmp_path / "x.db"
+
+    async def main(owner: OtherProcess) -> None:
+        seen: list[Event] = []
+        events: list[Event] = []
+        async with opened(path, seen) as page:
+            owner.ask("create", key="k")
+            notified = asyncio.Event()
+            await page.watch("k", notified.set)
+            owner.kill()
+            async with asyncio.timeout(BOUND_S):
+                await notified.wait()
+            assert await page.get("k") is None
+            assert await page.list("") == []
+        async with opened(path) as late:
+            assert await late.get("k") is None
+        async with opened(path, events) as store:
+            lease = await store.grant(TTL_S)
+            assert (await store.create("k", b"mine", lease)).won
+        assert seen == []
+        assert [getattr(event, "cause", None) for event in events] == ["died"]
+
+    with other_processes(path) as (owner,):
+        asyncio.run(main(owner))
+    verify(path)
+
+
 def test_a_watch_notices_an_owner_that_died_before_it(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 

@@ -12,6 +12,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,11 @@ class CandidateProcess(ChildProcess):
         except FileNotFoundError:
             return []
         self._read += len(healthy) + len(end)
-        return [json.loads(line) for line in healthy.splitlines()]
+        lines = []
+        for line in healthy.splitlines():
+            with suppress(ValueError):  # torn by a kill; `verify` reports it
+                lines.append(json.loads(line))
+        return lines
 
 
 class CandidateGroup(ProcessGroup[CandidateProcess]):

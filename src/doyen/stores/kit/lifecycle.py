@@ -39,7 +39,8 @@ class GuardedStore(Store):
     """A store that refuses calls after `close`, and in a child process after a fork.
 
     An adapter calls `_require_usable` first in each method of the port, and overrides `_release`
-    and, if it must do something in a forked child, `_abandon`. Each is called at most once.
+    and, if it must do something in a forked child, `_abandon`. Each is called at most once. If the
+    parent was closing the store when it forked, `_abandon` meets what `_release` has left.
     """
 
     _unusable: str | None = None
@@ -66,7 +67,7 @@ class GuardedStore(Store):
         the parent: nothing may be sent on them."""
 
     def forked(self) -> None:
-        if self._unusable is None:
+        if self._unusable != _FORKED:
             self._unusable = _FORKED
             self._abandon()
 

@@ -26,6 +26,7 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 from doyen.errors import LeaseGone, StoreError
@@ -56,8 +57,8 @@ __all__ = ["SQLiteStore", "open_store"]
 T = TypeVar("T")
 
 _SWEPT = 64
-"""How many leases and inboxes are checked for leftovers when a store is opened. It is a sample:
-otherwise a thousand candidates that start together would each check a thousand others."""
+"""How many leases and inboxes are checked for leftovers when a handle gets its first lease. It is a
+sample: otherwise a thousand candidates that start together would each check a thousand others."""
 
 
 async def open_store(url: StoreURL, context: Context) -> SQLiteStore:
@@ -91,20 +92,20 @@ class SQLiteStore(GuardedStore):
         self._watches = LocalWatches(self._loop, self._database, self._leases, self._inbox)
 
     async def open(self, token_floor: int) -> None:
-        """Start the database, remove leftovers of dead processes, and begin to listen."""
-        undecided: set[str] = set()
+        """Start the database, and begin to listen."""
         await self._database.open()
         if token_floor:
             await self._database.submit(
                 lambda tables: tables.raise_revision(token_floor), durable=True
             )
-        await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
         self._database.deliver = self._watches.apply
-        self._watches.open(undecided)
+        self._watches.open()
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
         granted_s = max(ttl_s, self.capabilities.ttl_min_s)
+        if self._leases.looks_only:
+            await self._take_part()
         try:
             return Lease(self._leases.grant(granted_s), granted_s)
         except OSError as error:
@@ -211,6 +212,14 @@ class SQLiteStore(GuardedStore):
 
     def _on_ended(self, lease: str, cause: Literal["died", "expired"]) -> None:
         self._emit(LeaseEnded(lease=lease, cause=cause))
+
+    async def _take_part(self) -> None:
+        """Remove leftovers of dead processes. From now on this handle ends their leases."""
+        self._leases.looks_only = False
+        undecided: set[str] = set()
+        with suppress(StoreError):  # what is left is removed when it is next read
+            await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
+            self._watches.follow(undecided)
 
     def _sweep(self, tables: Transaction, undecided: set[str]) -> None:
         """Remove leftovers of ended leases and inboxes without a reader."""

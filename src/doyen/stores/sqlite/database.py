@@ -11,7 +11,8 @@ no other process commits for `PATIENCE_S`, the batch fails with an error that na
 holds the lock.
 
 Only SQLite may open the database and its companion files in this process, because closing any
-descriptor of them drops SQLite's locks. Other code uses only `stat` on them.
+descriptor of them drops SQLite's locks. Other code uses only `stat` on them. The connection is
+closed before the process forks (`forks`) and opened again when it is next needed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.stores.sqlite.forks import FileId, connections, inherited
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory, translate_os
@@ -48,6 +51,9 @@ T = TypeVar("T")
 PATIENCE_S = 0.5
 """How long to wait for the write lock while no other process commits. It is below the request
 timeout at the default ttl, so that the error names the process that holds the lock."""
+OPEN_PATIENCE_S = 5.0
+"""The same while a store is opened. A caller of `open` does not try again, as candidates do, and on
+a busy disk a commit of another process can take more than `PATIENCE_S`."""
 _BATCH = 256
 _YIELDS = 4
 """Tries before the first pause: a watcher is woken just before the writer's commit."""
@@ -94,8 +100,10 @@ class Database:
         self._first: _Operation | None = None
         """An operation that was taken from the queue, and belongs to the next batch."""
         self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
-        self._connection: sqlite3.Connection
-        self._identity = (0, 0)
+        self._connection: sqlite3.Connection | None = None
+        self._execute: Callable[..., sqlite3.Cursor]
+        self._file: FileId | None = None
+        """The file that was opened first."""
         self._synchronous = ""
 
     async def open(self) -> None:
@@ -122,27 +130,42 @@ class Database:
             self._thread.join()
 
     def forked(self) -> None:
-        """In a forked child: SQLite must not use this connection, not even to close it at the exit
-        of the interpreter, so it is never freed."""
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
+        """In a forked child, if the connection could not be closed before: SQLite must not use it,
+        not even to close it at the exit of the interpreter, so it is never freed."""
+        if self._connection is not None:
             with suppress(ImportError):
                 import ctypes
 
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+
+    def disconnect(self) -> bool:
+        """Close the connection; False if SQLite refuses. The thread opens it again when it next
+        needs it."""
+        if self._connection is not None:
+            try:
+                self._connection.close()
+            except sqlite3.Error:
+                return False
+            self._connection = None
+        return True
+
+    def file(self) -> FileId | None:
+        with suppress(FileNotFoundError):
+            return self._file or _file_at(self.path)
+        return None
 
     def in_place(self) -> bool:
         """Whether the open files are still those at the path."""
         try:
-            status = os.stat(self.path)
+            return _file_at(self.path) == self._file and self._inbox.in_place()
         except FileNotFoundError:
             return False
-        return (status.st_dev, status.st_ino) == self._identity and self._inbox.in_place()
 
     def _serve(self) -> None:
         """The database thread."""
         try:
-            self._start()
+            with connections().inside(self):
+                self._start()
         except BaseException as error:  # noqa: BLE001 (raised by open)
             self._stop()
             self._post(_settle, self._opened, None, self._translate(error))
@@ -150,7 +173,9 @@ class Database:
             return
         self._post(_settle, self._opened, None, None)
         while batch := self._take():
-            self._post(self._answer, batch, self._carry_out(batch))
+            with connections().inside(self):
+                committed = self._carry_out(batch)
+            self._post(self._answer, batch, committed)
         self._stop()
         self._post(_settle, self._ended, None, None)
 
@@ -203,6 +228,7 @@ class Database:
         if not wanted:
             return None
         try:
+            self._reconnect()
             if not any(operation.writes for operation in wanted):
                 try:
                     self._read(wanted)
@@ -239,11 +265,7 @@ class Database:
         self._begin(wanted, "BEGIN IMMEDIATE")
         self._join(wanted, batch)
         if not self.in_place():
-            raise StoreUnusable(
-                f"{self.path} or its directory was removed or replaced while in use, so other"
-                " processes may use another file: connect again, and after a restore set"
-                " token_floor above the highest token ever issued"
-            )
+            raise self._replaced()
         tables = self._transaction(writable=True)
         self._attempt(wanted, tables)
         tables.finish(self.stale, self._inbox.send)
@@ -273,13 +295,14 @@ class Database:
 
     def _roll_back(self) -> None:
         try:
-            if self._connection.in_transaction:
+            if self._connection is not None and self._connection.in_transaction:
                 self._execute("ROLLBACK")
         except sqlite3.Error:
             pass  # SQLite has already rolled back
 
-    def _begin(self, batch: list[_Operation], how: str) -> None:
+    def _begin(self, batch: list[_Operation], how: str, *, patience_s: float | None = None) -> None:
         """Begin a transaction, waiting for the lock with short, growing, jittered pauses."""
+        patience_s = self._patience_s if patience_s is None else patience_s
         pause_s = _PAUSE_S
         yields = _YIELDS
         limit = committed = None
@@ -288,15 +311,15 @@ class Database:
             if limit is None or now >= limit:
                 latest = self._data_version()
                 if limit is not None and latest == committed:
-                    raise StoreUnavailable(_who_writes(self.path, self._patience_s))
-                limit, committed = now + self._patience_s, latest
+                    raise StoreUnavailable(_who_writes(self.path, patience_s))
+                limit, committed = now + patience_s, latest
             if batch and all(operation.answer.cancelled() for operation in batch):
                 raise StoreUnavailable("the operations were cancelled")
             if yields:
                 yields -= 1
                 time.sleep(0)
                 continue
-            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            self._pause(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
     def _data_version(self) -> int | None:
@@ -321,22 +344,64 @@ class Database:
 
     def _start(self) -> None:
         """Open or create the database, in WAL mode, and make the inbox."""
-        self._connection = sqlite3.connect(
-            self.path, timeout=0, isolation_level=None, cached_statements=256
-        )
-        self._execute = self._connection.execute
+        self._connect("rwc")
         new = self._is_new()
         mode = self._patiently("PRAGMA journal_mode = WAL")
         if mode != "wal":
             raise StoreUnusable(f"{self.path} cannot be put into WAL mode (it stays {mode})")
         if new:
             self._create()
-        status = os.stat(self.path)
-        self._identity = (status.st_dev, status.st_ino)
         self._directory.make()
-        self._begin([], "BEGIN IMMEDIATE")
+        self._begin([], "BEGIN IMMEDIATE", patience_s=OPEN_PATIENCE_S)
         self._inbox.make()
         self._execute("COMMIT")
+
+    def _connect(self, mode: Literal["rw", "rwc"]) -> None:
+        """Open a connection. With "rwc" the file is created if it does not exist."""
+        with suppress(FileNotFoundError):
+            if inherited(_file_at(self.path)):
+                raise StoreUnusable(
+                    f"{self.path} cannot be used in this process: it was forked while its parent"
+                    " was writing to that file, and the disk did not answer; start this process"
+                    " again, or start it without a fork"
+                )
+        # Another thread may close it before a fork, while this one is not inside SQLite.
+        self._connection = sqlite3.connect(
+            f"file://{quote(os.fsencode(self.path))}?mode={mode}",
+            uri=True,
+            timeout=0,
+            isolation_level=None,
+            cached_statements=256,
+            check_same_thread=False,
+        )
+        self._execute = self._connection.execute
+        self._synchronous = ""
+        self._file = self._file or _file_at(self.path)
+
+    def _reconnect(self) -> None:
+        """Open the connection again if it was closed before a fork."""
+        if self._connection is None:
+            with suppress(FileNotFoundError):
+                if _file_at(self.path) == self._file:
+                    self._connect("rw")
+                    return
+            raise self._replaced()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, outside SQLite. No transaction is open."""
+        connections().leave(self)
+        try:
+            time.sleep(seconds * random.uniform(0.5, 1.5))
+        finally:
+            connections().enter(self)
+        self._reconnect()
+
+    def _replaced(self) -> StoreUnusable:
+        return StoreUnusable(
+            f"{self.path} or its directory was removed or replaced while in use, so other"
+            " processes may use another file: connect again, and after a restore set"
+            " token_floor above the highest token ever issued"
+        )
 
     def _is_new(self) -> bool:
         """Whether the database is empty; raises if it is not ours to use."""
@@ -361,7 +426,7 @@ class Database:
 
     def _create(self) -> None:
         self._sync("FULL")
-        self._begin([], "BEGIN IMMEDIATE")
+        self._begin([], "BEGIN IMMEDIATE", patience_s=OPEN_PATIENCE_S)
         if self._is_new():
             for statement in SCHEMA:
                 self._execute(statement)
@@ -369,7 +434,7 @@ class Database:
 
     def _patiently(self, statement: str) -> Any:
         """The single value of a statement, retried while another process holds the lock."""
-        limit = time.monotonic() + max(self._patience_s, 5.0)
+        limit = time.monotonic() + OPEN_PATIENCE_S
         while True:
             try:
                 (value,) = self._execute(statement).fetchone()
@@ -378,16 +443,13 @@ class Database:
                 if _code(error) != sqlite3.SQLITE_BUSY:
                     raise
                 if time.monotonic() >= limit:
-                    raise StoreUnavailable(_who_writes(self.path, 5.0)) from error
-            time.sleep(_LONGEST_PAUSE_S * random.uniform(0.5, 1.5))
+                    raise StoreUnavailable(_who_writes(self.path, OPEN_PATIENCE_S)) from error
+            self._pause(_LONGEST_PAUSE_S)
 
     def _stop(self) -> None:
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            try:
-                connection.close()
-            except sqlite3.Error:
-                pass  # no transaction is open, and no caller is left
+        with connections().inside(self):
+            self.disconnect()  # no transaction is open, and no caller is left
+        connections().forget(self)
 
     def _translate(self, error: BaseException, *, copy: bool = False) -> BaseException:
         """The error as doyen's own; a copy if several callers raise it, as raising adds a
@@ -402,6 +464,11 @@ class Database:
             return error
         translated.__cause__ = error
         return translated
+
+
+def _file_at(path: str) -> FileId:
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino)
 
 
 def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

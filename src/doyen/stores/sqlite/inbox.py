@@ -96,6 +96,6 @@ class Inbox:
             os.unlink(self._directory.file(self.name, "inbox"))
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -140,6 +140,11 @@ class LocalLeases:
         self._held: dict[str, _Held] = {}
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._ending = threading.Lock()
+        self.looks_only = True
+        """The handle has not asked for a lease, so it takes no part in elections. It treats a dead
+        owner's lease as ended, and leaves its files and rows to a handle that takes part: that one
+        finds the death itself, and records it before it acts on it. Without that record, `verify`
+        would take the next term for an overlap with the dead owner's."""
 
     def grant(self, ttl_s: float) -> str:
         """Grant a lease and hold it."""
@@ -236,7 +241,8 @@ class LocalLeases:
         return self._directory.file(lease, "alive")
 
     def judge(self, lease: str) -> LeaseFileVerdict:
-        """Whether a lease has ended. A lease that is found to be over is ended."""
+        """Whether a lease has ended. A lease that is found to be over is ended, unless this handle
+        only looks."""
         held = self._held.get(lease)
         if held is not None and held.links():
             left_s = held.record.expires_at - self._now()
@@ -290,6 +296,8 @@ class LocalLeases:
 
     def _over(self, lease: str, fd: int, cause: Literal["died", "expired"]) -> LeaseFileVerdict:
         self._seen.pop(lease, None)
+        if self.looks_only and cause == "died":
+            return _ENDED
         with self._ending:
             if lease not in self._held and os.fstat(fd).st_nlink > 0:
                 # Report the end before the unlink, so that no other process can act on it before it

@@ -109,6 +109,7 @@ class Transaction:
             entry = self._live(row)
             if entry is not None:
                 return entry
+            key = row[0]
         return None
 
     def create(self, key: str, value: bytes, lease: str) -> Creation:
@@ -211,14 +212,15 @@ class Transaction:
         self._revision = max(self._latest(), floor)
 
     def _live(self, row: tuple[Any, ...]) -> Entry | None:
-        """The entry in a row. If its lease has ended, removes all rows of the lease and returns
-        None."""
+        """The entry in a row; None if its lease has ended. Then a handle that takes part removes
+        all rows of the lease."""
         key, value, revision, version, lease = row
         if lease is None:
             return Entry(key, value, revision, version)
         verdict = self._judge(lease)
         if verdict.ended:
-            self.remove(lease)
+            if not self._leases.looks_only:
+                self.remove(lease)
             return None
         return Entry(key, value, revision, version, lease, verdict.remaining_s)
 

@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from doyen.errors import StoreUnusable
@@ -75,12 +76,15 @@ class LocalWatches:
         self._closed = False
         self.ever_watched = False
 
-    def open(self, undecided: Iterable[str]) -> None:
-        """Begin to listen, and monitor leases that could not be judged when the store was
-        opened."""
+    def open(self) -> None:
+        """Begin to listen."""
         self._loop.add_reader(self._inbox.fd, self._on_message)
+
+    def follow(self, undecided: Iterable[str]) -> None:
+        """Monitor leases that could not be judged yet."""
         for lease in undecided:
-            self._follow(lease)
+            if lease not in self._monitors and not self._closed:
+                self._follow(lease)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> WatchHandle:
         place = self._scopes.get(scope)
@@ -211,7 +215,8 @@ class LocalWatches:
             scope = self._by_tag[tag]
             scope.owners -= {monitor.lease}
         self._notify(tags)
-        self._loop.call_later(_REAP_AFTER_S, self._reap, monitor.lease)
+        if not self._leases.looks_only:
+            self._loop.call_later(_REAP_AFTER_S, self._reap, monitor.lease)
 
     def _reap(self, lease: str) -> None:
         if not self._closed:
@@ -241,6 +246,7 @@ class LocalWatches:
         the parent, so its entries stay."""
         self._closed = True
         for monitor in self._monitors.values():
-            if monitor.fd >= 0:
-                os.close(monitor.fd)
-                monitor.fd = -1
+            fd, monitor.fd = monitor.fd, -1
+            if fd >= 0:
+                with suppress(OSError):  # the parent was closing it
+                    os.close(fd)

@@ -1,0 +1,138 @@
+"""Closes SQLite's connections before the process forks; their threads open them again afterwards.
+
+SQLite remembers in the memory of a process which locks that process holds, for each file. A forked
+child inherits this memory, but the kernel's locks stay with the parent. If the child opened a file
+that is open in the parent, it would count on locks that it does not have. The parent could then
+remove the write-ahead log while the child goes on writing to it: the child would see a database of
+its own, and could lead besides another leader. A lock that the parent held during the fork would
+never be free in the child.
+
+So a fork waits until no thread is inside SQLite, and closes every connection. If a thread does not
+leave SQLite within `FORK_WAIT_S`, because the disk hangs, the process forks all the same, and the
+child refuses to open that file.
+
+Only connections of doyen are known here. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+__all__ = ["connections", "inherited"]
+
+FORK_WAIT_S = 5.0
+"""How long a fork waits for threads to leave SQLite."""
+
+FileId = tuple[int, int]
+"""The device and the inode of a file."""
+
+
+class OpenDatabase(Protocol):
+    """A database with a connection and a thread."""
+
+    def disconnect(self) -> bool:
+        """Close the connection, if there is one; False if that fails. Called from any thread while
+        the database's own is not inside SQLite."""
+
+    def file(self) -> FileId | None:
+        """The file of the connection; None if it does not exist."""
+
+
+class Connections:
+    """The databases of this process that may have a connection, and those inside SQLite now."""
+
+    def __init__(self, inherited: frozenset[FileId] = frozenset()) -> None:
+        self.inherited = inherited
+        """Files that an ancestor had open when it forked."""
+        self._changed = threading.Condition()
+        self._forks = 0
+        self._open: set[OpenDatabase] = set()
+        self._inside: set[OpenDatabase] = set()
+
+    @property
+    def forking(self) -> bool:
+        """Whether a fork waits, or is under way."""
+        return self._forks > 0
+
+    @contextmanager
+    def inside(self, database: OpenDatabase) -> Iterator[None]:
+        """The calling thread uses SQLite. It waits while the process forks, and its connection may
+        have been closed since the last time."""
+        self.enter(database)
+        try:
+            yield
+        finally:
+            self.leave(database)
+
+    def enter(self, database: OpenDatabase) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forks)
+            self._open.add(database)
+            self._inside.add(database)
+
+    def leave(self, database: OpenDatabase) -> None:
+        with self._changed:
+            self._inside.discard(database)
+            if self._forks:
+                self._changed.notify_all()
+
+    def forget(self, database: OpenDatabase) -> None:
+        """The database has closed its connection for good."""
+        with self._changed:
+            self._open.discard(database)
+
+    def before_fork(self) -> None:
+        with self._changed:
+            self._forks += 1
+            self._changed.wait_for(lambda: not self._inside, FORK_WAIT_S)
+            for database in self._open - self._inside:
+                if database.disconnect():
+                    self._open.discard(database)
+
+    def after_fork(self) -> None:
+        with self._changed:
+            self._forks -= 1
+            self._changed.notify_all()
+
+    def in_child(self) -> Connections:
+        """Those of a child: none. It has no thread but the one that forked, and another may have
+        held the lock."""
+        files = {database.file() for database in self._open}
+        return Connections(self.inherited | {file for file in files if file is not None})
+
+
+_connections = Connections()
+
+
+def connections() -> Connections:
+    """The connections of this process."""
+    return _connections
+
+
+def inherited(file: FileId) -> bool:
+    """Whether an ancestor of this process had the file open when it forked."""
+    return file in _connections.inherited
+
+
+def _before_fork() -> None:
+    _connections.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    _connections.after_fork()
+
+
+def _after_fork_in_child() -> None:
+    global _connections
+    _connections = _connections.in_child()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
