@@ -48,12 +48,19 @@ class Trio:
         await self._stack.pop(name).aclose()
 
     async def leader(self) -> doyen.Node:
+        """The leader, when all running nodes agree on one of them. The followers of a node that
+        was stopped name it until they notice its end."""
+
+        found: list[doyen.Node] = []
+
         def agreed() -> bool:
-            leaders = {node.leader for node in self.nodes.values()}
-            return len(leaders) == 1 and None not in leaders
+            first, *others = {node.leader for node in self.nodes.values()}
+            if not others and first in self.nodes:
+                found.append(self.nodes[first])
+            return bool(found)
 
         await until(agreed)
-        return self.nodes[next(iter(self.nodes.values())).leader or ""]
+        return found[0]
 
     async def follower(self) -> doyen.Node:
         leader = await self.leader()
