@@ -128,7 +128,13 @@ class Following:
 
     def end(self) -> int:
         """Wait for the end. Nothing but the store was stated on standard error."""
-        code = self.process.wait(WITHIN_S)
+        try:
+            code = self.process.wait(WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # makes faulthandler print its threads
+            self.process.wait()
+            errors = self.process.stderr.read().decode() if self.process.stderr else ""
+            pytest.fail(f"it did not end within {WITHIN_S:g} s:\n{self.seen}{errors}")
         if self.process.stderr is not None:
             assert complaints(self.process.stderr.read().decode()) == ""
         return code
@@ -138,7 +144,9 @@ class Following:
 def following(*arguments: str) -> Iterator[Following]:
     """A command of `doyen` that prints until it is ended."""
     with subprocess.Popen(
-        [*DOYEN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [DOYEN[0], "-X", "faulthandler", *DOYEN[1:], *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         try:

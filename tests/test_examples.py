@@ -13,12 +13,17 @@ from time import monotonic
 
 import pytest
 
+import doyen
+from support import until_blocking
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 30.0
 
+NAME = "/SystemExpert/leader"
 ELECTION = "New leader election happening."
 LEADER = "I am the leader."
 FOLLOWER = "I am a follower."
+ENDED = "(its output has ended)"
 
 FAILING = f"""
 import asyncio, pathlib, sys
@@ -38,15 +43,15 @@ asyncio.run(leader_election.main(*sys.argv[1:]))
 class Servers:
     """Some servers on one store, and what they say, in order."""
 
-    def __init__(self, folder: Path, store: str = "sqlite:election.db") -> None:
-        self._folder, self._store = folder, store
+    def __init__(self, folder: Path, store: str = "") -> None:
+        self._folder, self._store = folder, store or f"sqlite://{folder}/election.db"
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.said: list[tuple[str, str]] = []
 
     def start(self, name: str, *program: str) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", *program, name, self._store],
+            [sys.executable, "-X", "faulthandler", "-W", "error", *program, name, self._store],
             cwd=self._folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -60,6 +65,7 @@ class Servers:
         with process.stdout:
             for line in process.stdout:
                 self._lines.put((name, line.strip()))
+        self._lines.put((name, ENDED))
 
     def who_said(self, line: str) -> list[str]:
         return [name for name, said in self.said if said == line]
@@ -78,10 +84,22 @@ class Servers:
         self.hear_until(lambda: len(self.who_said(LEADER)) > before)
         return self.who_said(LEADER)[before]
 
+    def all_stand_in_line(self) -> None:
+        """Wait until all have joined the election: from then on the order is settled."""
+        with doyen.connect_blocking(self._store) as session:
+            until_blocking(lambda: len(session.line(NAME)) == len(self._processes))
+
     def signal(self, name: str, signum: signal.Signals) -> int:
         """Signal a server and wait for its end."""
-        self._processes[name].send_signal(signum)
-        return self._processes[name].wait(timeout=PATIENCE_S)
+        process = self._processes[name]
+        process.send_signal(signum)
+        try:
+            return process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # makes faulthandler print its threads
+            process.wait()
+            self.hear_until(lambda: name in self.who_said(ENDED))
+            pytest.fail(f"{name} did not end on {signum.name}; heard: {self.said}")
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -107,6 +125,7 @@ def start_three(servers: Servers, *program: str) -> str:
             and len({*servers.who_said(FOLLOWER)}) == 2
         )
     )
+    servers.all_stand_in_line()
     (leader,) = servers.who_said(LEADER)
     assert leader not in servers.who_said(FOLLOWER)
     assert {*servers.who_said(ELECTION)} == names

@@ -27,7 +27,6 @@ from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import ThreadRuntime
 from doyen.stores.port import Context, open_store
 from doyen.stores.sqlite import SQLiteStore, forks
-from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.tables import Transaction
 from support import core_of, keepalive_of, until_blocking
@@ -266,17 +265,21 @@ def test_the_parents_end_does_not_take_the_database_from_the_child(tmp_path: Pat
     child.end()
 
 
-def database_of(session: BlockingSession) -> Database:
-    store = core_of(session).store
-    assert isinstance(store, SQLiteStore)
-    return store._database
+def submit(session: BlockingSession, write: Callable[[Transaction], None]) -> None:
+    """Have the thread of the session's database execute `write`."""
+
+    def submitted() -> None:
+        store = core_of(session).store
+        assert isinstance(store, SQLiteStore)
+        store._database.submit(write)
+
+    session._runtime.post(submitted)
 
 
 def test_a_fork_waits_for_a_transaction(tmp_path: Path) -> None:
     """A lock that the parent held during the fork would never become free in the child."""
     url = f"sqlite:///{tmp_path}/doyen.db"
     with doyen.connect_blocking(url, ttl_s=2) as session:
-        database = database_of(session)
         began = threading.Event()
 
         def write(_: Transaction) -> None:
@@ -285,7 +288,7 @@ def test_a_fork_waits_for_a_transaction(tmp_path: Path) -> None:
             while not connections().forking and time.monotonic() < deadline:
                 time.sleep(0.001)
 
-        session._runtime.post(lambda: database.submit(write))
+        submit(session, write)
         assert began.wait(20)
         child = Child(url, "e")
         child.lead()
@@ -301,14 +304,13 @@ def test_a_file_whose_write_outlasts_the_patience_of_a_fork_is_refused_in_the_ch
     monkeypatch.setattr(forks, "FORK_WAIT_S", 0.05)
     url = f"sqlite:///{tmp_path}/doyen.db"
     with doyen.connect_blocking(url, ttl_s=2) as session:
-        database = database_of(session)
         began, forked = threading.Event(), threading.Event()
 
         def write(_: Transaction) -> None:
             began.set()
             forked.wait(20)
 
-        session._runtime.post(lambda: database.submit(write))
+        submit(session, write)
         assert began.wait(20)
 
         def check() -> None:

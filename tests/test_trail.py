@@ -11,12 +11,13 @@ import pytest
 
 import doyen
 from candidates import Capture
-from doyen import LeadershipLost, PastTerm
+from doyen import LeadershipLost, PastTerm, Session
 from doyen.cli import main
 from doyen.election.trail import TERMS, TRAIL_BYTES, decode_trail, encode_trail
 from doyen.model import trail_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Odds, RefusedCall
+from doyen.web.trail import recorded_terms
 from support import TTL_S, Place, core_of, lead_until_set, virtual
 
 
@@ -60,6 +61,33 @@ async def test_terms_with_their_ends_and_causes(place: Place) -> None:
     assert seen[2].since == pytest.approx(began + 15.0, abs=0.1)
     tokens = [term.token for term in seen]
     assert tokens == sorted(tokens, reverse=True)
+
+
+@virtual
+async def test_a_page_that_missed_an_order_learns_of_the_transfer(place: Place) -> None:
+    one, two = await place.open(), await place.open()
+
+    async def stand(session: Session, name: str) -> None:
+        async for campaign in session.campaigns("e", name=name):
+            async with campaign:
+                await asyncio.sleep(1000.0)
+
+    standing = [asyncio.create_task(stand(one, "a"))]
+    await asyncio.sleep(1.0)
+    standing.append(asyncio.create_task(stand(two, "b")))
+    await asyncio.sleep(1.0)
+    await two.transfer("e", to="b")
+    await asyncio.sleep(1.0)
+    await two.resign("e")
+    await asyncio.sleep(1.0)
+    past = recorded_terms(await two.history("e"))
+    assert [(each.name, each.cause) for each in past[:2]] == [
+        ("a", "transferred"),
+        ("b", "resigned"),
+    ]
+    for task in standing:
+        task.cancel()
+    await asyncio.gather(*standing, return_exceptions=True)
 
 
 @virtual

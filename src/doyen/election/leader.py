@@ -155,7 +155,8 @@ class Leading:
                 elif order is not None:
                     if order.successor and order.rank is None:
                         self.successor = ready_marker_key(attempt, order.successor)
-                    self.let_go(f"{order.by!r} ordered it to let go")
+                    favour = " in favour of another" if order.successor else ""
+                    self.let_go(f"{order.by!r} ordered it to let go{favour}")
                 elif not attempt.wakeup.woken:
                     break
         finally:

@@ -12,6 +12,7 @@ from doyen.web.terms import EndCause, clipped
 __all__ = ["report_page"]
 
 ENDS: Sequence[tuple[str, EndCause]] = (
+    ("in favour of another", "transferred"),
     ("ordered it to let go", "resigned"),
     ("resigned", "let go"),
     ("lost", "lost"),

@@ -16,13 +16,26 @@ from typing import Any
 
 from doyen.model import PastTerm
 from doyen.web.board import Board
-from doyen.web.terms import SeenTerm, clipped
+from doyen.web.terms import EndCause, SeenTerm, clipped
 
 __all__ = ["AuditTrail", "TrailReader", "recorded_terms"]
 
 EVERY_S = 0.5
 PIECE = 4 << 20
 """How many bytes of a file are read at a time."""
+
+
+def _ordered(reason: str) -> EndCause | None:
+    """How a term ended by order, from its reason; None if there was no order.
+
+    >>> _ordered("'ops' ordered it to let go"), _ordered("no renewal was confirmed in time")
+    ('resigned', None)
+    >>> _ordered("'ops' ordered it to let go in favour of another")
+    'transferred'
+    """
+    if "ordered it to let go" not in reason:
+        return None
+    return "transferred" if "in favour of another" in reason else "resigned"
 
 
 def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
@@ -39,9 +52,9 @@ def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
         name = clipped(past.name, 60)
         term = SeenTerm(past.name, past.token, past.since, True, past.until)
         if past.until is not None:
-            ordered = "ordered it to let go" in past.reason
+            ordered = _ordered(past.reason)
             lost = past.end == "lost" and not ordered
-            term.cause = "lost" if lost else "resigned" if ordered else "let go"
+            term.cause = "lost" if lost else ordered or "let go"
             reason = f": {clipped(past.reason, 200)}" if past.reason else ""
             term.why = f"{name} {'lost it' if lost else 'let go'}{reason}."
         elif after is not None:
@@ -85,8 +98,7 @@ class TrailReader:
             reason = clipped(str(line.get("reason", "")), 200)
             wall -= max(0.0, at - ended_at) if ended_at > 0 else 0.0
             self._end(known, wall, "lost", f"{clipped(known.name, 60)} lost it: {reason}.")
-            if "order" in reason:
-                known.cause = "transferred" if "transfer" in reason else "resigned"
+            known.cause = _ordered(reason) or known.cause
         return key
 
     def _lease_ended(self, line: dict[str, Any]) -> str | None:

@@ -140,6 +140,8 @@ class LocalLeases:
         self._held: dict[str, _Held] = {}
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._ending = threading.Lock()
+        self._told: set[str] = set()
+        """Leases of dead owners whose end was reported, and which this handle left to others."""
         self.looks_only = True
         """The handle has not asked for a lease, so it takes no part in elections. It treats a dead
         owner's lease as ended, and leaves its files and rows to a handle that takes part: that one
@@ -252,6 +254,7 @@ class LocalLeases:
             fd = os.open(self._directory.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
             self._seen.pop(lease, None)
+            self._told.discard(lease)
             return _ENDED
         try:
             raw, record = _read(fd)
@@ -297,6 +300,10 @@ class LocalLeases:
     def _over(self, lease: str, fd: int, cause: Literal["died", "expired"]) -> LeaseFileVerdict:
         self._seen.pop(lease, None)
         if self.looks_only and cause == "died":
+            with self._ending:
+                if lease not in self._told:
+                    self._told.add(lease)
+                    self._tell_ended(lease, cause)
             return _ENDED
         with self._ending:
             if lease not in self._held and os.fstat(fd).st_nlink > 0:
