@@ -161,7 +161,7 @@ def test_a_quorum_whose_leaders_are_killed_and_frozen(tmp_path: Path, browser: B
             expect(page.locator("#detail tbody tr").first).to_contain_text("handed over")
             picture(page, "dash")
         shown.press("q")
-        assert shown.end() == 0, "the audit logs prove that there was one leader at a time"
+        shown.ends()  # the audit logs prove that there was one leader at a time
 
 
 def test_a_store_that_does_not_answer(browser: Browser) -> None:
