@@ -3,19 +3,28 @@ handler of the user's is kept."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 import doyen
 import servers
 from doyen.lease import lifetime
+from stamps import Stamps, until
+from stamps import now as boot_time
+from support import STOP_BUDGET_S, TTL_S, Place, core_of, now, virtual
 
 WITHIN_S = 30.0
 PRELUDE = """
@@ -296,3 +305,190 @@ def test_a_session_that_is_left_out_is_not_released_with_another(
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == -signal.SIGTERM
     assert events(audit)[-1] == "elected"
+
+
+SUPERVISED = """
+import json
+from doyen.supervise import Supervisor
+COMMAND = json.loads(sys.argv[3])
+async def main():
+    async with (
+        Supervisor(COMMAND) as supervisor,
+        doyen.connect(STORE, ttl_s=10, stop_budget_s=0.8) as session,
+        session.campaign("e") as term,
+    ):
+        await supervisor.run(term)
+"""
+RUNNER = SUPERVISED + "asyncio.run(main())\n"
+BARE_LOOP = SUPERVISED + "asyncio.new_event_loop().run_until_complete(main())\n"
+IN_THE_TASK = (
+    SUPERVISED.replace(
+        "        await supervisor.run(term)",
+        "        running = asyncio.create_task(supervisor.run(term))\n"
+        "        signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "        await asyncio.sleep(0)\n"
+        "        rest()",
+    )
+    + "asyncio.run(main())\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "signals"),
+    [
+        pytest.param(RUNNER, [signal.SIGTERM], id="SIGTERM"),
+        pytest.param(RUNNER, [signal.SIGINT] * 2, id="two SIGINT"),
+        pytest.param(RUNNER, [signal.SIGINT] * 3, id="three SIGINT"),
+        pytest.param(BARE_LOOP, [signal.SIGINT], id="a loop that is left"),
+        pytest.param(IN_THE_TASK, [signal.SIGINT], id="a body that is left"),
+    ],
+)
+def test_a_successor_waits_for_the_command_of_a_process_that_ends(
+    program: str, signals: list[signal.Signals], store: str, tmp_path: Path
+) -> None:
+    """The command ignores SIGTERM, so that the guard has to kill it after its grace."""
+    work = Stamps(tmp_path / "stamps")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + program, store, "", json.dumps(work.command)],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(work.all_write, "the command runs")
+        with doyen.connect_blocking(store, ttl_s=10) as session:
+            for signum in signals:
+                if process.poll() is None:
+                    process.send_signal(signum)
+                    time.sleep(0.02)  # signals that arrive together count once
+            with session.campaign("e", wait_s=WITHIN_S):
+                led_at = boot_time()
+        process.wait(WITHIN_S)
+        assert work.last() < led_at
+    finally:
+        process.kill()
+        process.wait()
+        work.kill()
+
+
+WORKER = """
+import struct
+from concurrent.futures import ThreadPoolExecutor
+def work(term, path):
+    file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+    left = 50
+    while left:
+        left -= not term.valid  # it takes a while to end
+        os.pwrite(file, struct.pack("<d", time.clock_gettime(time.CLOCK_BOOTTIME)), 0)
+        time.sleep(0.001)
+    os.close(file)
+    os.rename(path, path + ".ended")
+"""
+TO_THREAD = (
+    WORKER
+    + """
+async def main():
+    async with doyen.connect(STORE, ttl_s=60, stop_budget_s=1.0) as session:
+        async with session.campaign("e") as term:
+            await asyncio.to_thread(int)  # leaves an idle thread behind
+            await asyncio.to_thread(work, term, sys.argv[3])
+asyncio.run(main())
+"""
+)
+POOL = (
+    WORKER
+    + """
+with doyen.connect_blocking(STORE, ttl_s=60, stop_budget_s=1.0) as session:
+    with session.campaign("e") as term, ThreadPoolExecutor() as pool:
+        pool.submit(work, term, sys.argv[3])
+        rest()
+"""
+)
+
+
+@pytest.mark.parametrize("program", [TO_THREAD, POOL], ids=["to_thread", "pool"])
+def test_a_successor_waits_for_what_a_body_does_in_a_pool_of_threads(
+    program: str, store: str, tmp_path: Path
+) -> None:
+    stamp = tmp_path / "stamp"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + program, store, "", str(stamp)],
+    )
+    try:
+        until(lambda: stamp.exists() and stamp.stat().st_size == 8, "the body works")
+        with doyen.connect_blocking(store, ttl_s=60) as session:
+            process.send_signal(signal.SIGTERM)
+            began = boot_time()
+            with session.campaign("e", wait_s=WITHIN_S):
+                led_at = boot_time()
+        assert process.wait(WITHIN_S) == -signal.SIGTERM
+        last = tmp_path / "stamp.ended"
+        assert began < struct.unpack("<d", last.read_bytes())[0] < led_at
+    finally:
+        process.kill()
+        process.wait()
+
+
+@virtual
+async def test_a_record_stays_until_the_processes_of_its_term_are_gone(place: Place) -> None:
+    first, second = await place.open(), await place.open()
+    async with first.campaign("e", name="first") as term:
+        runs = [term.run_begins(), term.run_begins()]
+    assert not term.valid
+    waiting = asyncio.create_task(second.campaign("e", name="second").__aenter__())
+    for run in runs:
+        await asyncio.sleep(3 * TTL_S)
+        assert place.holder() == "first"
+        term.run_ended(run)
+    assert (await asyncio.wait_for(waiting, 0.1)).valid
+
+
+@virtual
+async def test_a_lease_is_not_revoked_while_a_process_of_its_term_may_live(place: Place) -> None:
+    """Neither by the end of the process, nor by closing the session."""
+    first, second = await place.open(), await place.open()
+    lock = first.lock("l")
+    term = await lock.acquire()
+    run, began = term.run_begins(), now()
+    core_of(first).leases.bodies_suspended(ended=True)
+    await first.close()
+    assert not term.valid
+    async with second.lock("l"):
+        assert now() - began > STOP_BUDGET_S
+    term.run_ended(run)
+    with pytest.raises(doyen.LeadershipLost, match="closed"):
+        await lock.release()
+
+
+def test_threads_of_pools_are_known_to_be_at_work_or_idle() -> None:
+    def idle() -> bool:
+        return not lifetime.pools_at_work()
+
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go_on.wait(WITHIN_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            pool.submit(int).result()
+            until(idle, "the pool is idle")
+            pool.submit(work)
+            pool.submit(int)  # waits its turn
+            assert began.wait(WITHIN_S)
+            assert lifetime.pools_at_work()
+            go_on.set()
+            until(idle, "the pool is idle")
+            began.clear()
+            go_on.clear()
+
+    async def with_anyio() -> None:
+        await anyio.to_thread.run_sync(int)
+        until(idle, "the pool is idle")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, work)
+            await anyio.to_thread.run_sync(began.wait)
+            assert lifetime.pools_at_work()
+            go_on.set()
+        until(idle, "the pool is idle")
+
+    anyio.run(with_anyio)

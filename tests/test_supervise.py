@@ -54,6 +54,9 @@ class Tenure(Term):
     def run_ended(self, run: int) -> None:
         assert run == self.run_number
 
+    def on_end(self, listener: Callable[[], None], /) -> None:
+        pass
+
     def on_renewal(self, listener: Callable[[float], None], /) -> None:
         self._renewed.append(listener)
 

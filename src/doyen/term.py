@@ -215,13 +215,16 @@ class Term:
         return self._keepalive.proof()
 
     def run_begins(self) -> int:
-        """For supervisors: processes are about to be started that may outlive this one. The number
-        of this run, 0 without a warden."""
+        """For supervisors: processes are about to be started that may outlive this one. Until they
+        have ended, neither the record of this term is deleted nor its lease revoked. Returns the
+        number of this run, 0 without a warden."""
+        self._keepalive.run_begins(self)
         return self._keepalive.warding.run_begins()
 
     def run_ended(self, run: int) -> None:
         """For supervisors: none of the processes of this run is alive."""
         self._keepalive.warding.run_ended(run)
+        self._keepalive.run_ended(self)
 
     def loss(self) -> LeadershipLost:
         """The exception for the end of this term."""

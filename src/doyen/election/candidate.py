@@ -418,24 +418,43 @@ class Candidacy:
         return NotElected(f"{name!r} was not elected to {election!r} in time: {because}")
 
     async def leave(self) -> None:
-        """Leave the election. The body, if there was one, has ended.
+        """Leave the election. The body, if there was one, has ended, apart from processes that its
+        supervisor is still stopping.
 
         Returns when the record and the ticket are deleted, or after three request timeouts. What
         remains is then deleted in the background for as long as the lease lives.
         """
         if self._left:
             return
-        if self._leading is not None:
-            self._leading.body_ended()
         leaving = self._start_leaving()
         if leaving is not None:
             await asyncio.wait({leaving}, timeout=3 * self._core.calls.timing.request_timeout_s)
 
+    def conclude(self) -> None:
+        """The body has ended. What it has in the store stays until `leave`."""
+        if self._leading is not None and not self._left and not self.supervises:
+            self._leading.body_ended()
+
+    @property
+    def supervises(self) -> bool:
+        """Whether processes of a supervised command may be alive."""
+        return self._leading is not None and self._leading.supervises
+
     def _start_leaving(self) -> asyncio.Task[None] | None:
         self._left = True
+        if self._leading is not None and self.supervises:
+            return self._core.tasks.start(self._leave_after_runs(self._leading))
         if self._leading is not None:
+            self._leading.body_ended()
             return self._leading.attempt.leave(self._leading.successor)
         if self._claiming is not None:
             self._claiming.close()
             return self._claiming.attempt.leave()
         return None
+
+    async def _leave_after_runs(self, leading: Leading) -> None:
+        await leading.without_processes()
+        leading.body_ended()
+        leaving = leading.attempt.leave(leading.successor)
+        if leaving is not None:
+            await leaving

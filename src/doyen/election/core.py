@@ -221,6 +221,8 @@ class SessionCore:
         self.closed = ""
         """Why the session can no longer be used; empty until then."""
         self._closing: asyncio.Task[None] | None = None
+        self.released = asyncio.Event()
+        """The session is being closed, and has no lease any more that could be given up."""
 
     @classmethod
     async def open(
@@ -320,6 +322,7 @@ class SessionCore:
                 caller.cancel()
             await asyncio.wait(list(self._callers))
         await self.leases.close()
+        self.released.set()
         await self.trail.flush()
         await self.tasks.cancel()
         await self.store.close()

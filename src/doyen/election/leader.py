@@ -223,9 +223,21 @@ class Leading:
             core.runtime.flush_log(EXIT_FLUSH_S)
             os._exit(OVERRUN_EXIT_CODE)
 
+    @property
+    def supervises(self) -> bool:
+        """Whether processes that the body has started through a supervisor may be alive. They are
+        part of the body."""
+        return self.term in self.attempt.keepalive.runs
+
+    async def without_processes(self) -> None:
+        """Wait until none of these processes is alive."""
+        await self.attempt.keepalive.without_runs(self.term)
+
     def body_ended(self) -> None:
         """The passage to leaving: the body has ended, so the record may be deleted."""
         attempt = self.attempt
+        if self._body_ended:
+            return
         self._body_ended = True
         if self.term._conclude():
             self._emit(Resigned)

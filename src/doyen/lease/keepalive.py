@@ -74,6 +74,10 @@ class Keepalive:
         """The last renewal failed, and the deadline has not come."""
         self.bodies = 0
         """Bodies that still run on this lease. It is not revoked before they have ended."""
+        self.runs: dict[object, int] = {}
+        """By term: supervised runs whose processes may be alive. They are part of the term's body,
+        which has not ended before them, whatever becomes of this process."""
+        self._runs_awaited: list[asyncio.Future[None]] = []
         self.attempts: set[str] = set()
         """Attempts on this lease that have not ended. A record or ticket under this lease that
         belongs to none of them is left over."""
@@ -122,6 +126,33 @@ class Keepalive:
         """Descriptors that prove the lease's holder alive; see `Store.proof`. With a warden, also
         the link to it."""
         return (*self._store.proof(self.lease), *self.warding.proof())
+
+    def run_begins(self, term: object) -> None:
+        """Processes are about to be started for a term. Any thread."""
+        with self._lock:
+            self.runs[term] = self.runs.get(term, 0) + 1
+
+    def run_ended(self, term: object) -> None:
+        """The processes of a run are gone. Any thread."""
+        with self._lock:
+            left = self.runs.pop(term) - 1
+            if left:
+                self.runs[term] = left
+        self._post(self._run_ended)
+
+    def _run_ended(self) -> None:
+        awaited, self._runs_awaited = self._runs_awaited, []
+        for each in awaited:
+            if not each.done():
+                each.set_result(None)
+
+    async def without_runs(self, term: object) -> None:
+        """Wait until no process of a term's runs is alive."""
+        while term in self.runs:
+            ended = asyncio.get_running_loop().create_future()
+            self._runs_awaited.append(ended)  # first, because the last one may end just now
+            if term in self.runs:
+                await ended
 
     async def run(self) -> None:
         """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""

@@ -263,6 +263,8 @@ class LeaseKeeper:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
+        self._bodies_left = False
+        """The session was closed, and a body had not ended by then."""
 
     async def shared(self) -> Keepalive:
         """The keepalive that campaigns share; a new one on a new lease if the last was lost."""
@@ -341,9 +343,11 @@ class LeaseKeeper:
 
     def body_ended(self, keepalive: Keepalive) -> None:
         self._bodies -= 1
-        self._warding.bodies(self._bodies)
+        self._warding.bodies(0 if self._closed else self._bodies)
         if not self._bodies:
             self._idle.set()
+            if self._bodies_left:
+                self._warding.close()
         keepalive.bodies -= 1
         if not keepalive.bodies:
             self._runtime.unwatch(keepalive)
@@ -371,12 +375,24 @@ class LeaseKeeper:
             await asyncio.sleep(self._calls.retry_pause())
         self._warding.withdraw(keepalive.lease)
 
-    def bodies_suspended(self) -> None:
-        """The process is ending, and the thread of all bodies runs none of their code any more, so
-        they have ended as far as their leases are concerned."""
+    @property
+    def bodies(self) -> int:
+        """How many bodies run."""
+        return self._bodies
+
+    def lose_all(self, reason: str) -> None:
+        """End every term. The leases are revoked when the bodies have ended."""
         for keepalive in self._all():
-            keepalive.bodies = 0
-        self._bodies = 0
+            keepalive.lose(reason)
+
+    def bodies_suspended(self, *, ended: bool) -> None:
+        """The process is ending, and the thread of all bodies is suspended for good, so there is no
+        end of theirs to wait for. `ended`: none of their code runs any more, also on no other
+        thread. Then they have ended as far as their leases are concerned, except for the
+        processes that they have started."""
+        for keepalive in self._all():
+            if ended and not keepalive.runs:
+                keepalive.bodies = 0
         self._idle.set()
 
     async def close(self) -> None:
@@ -398,7 +414,12 @@ class LeaseKeeper:
         for keepalive in idle:
             self._runtime.unwatch(keepalive)
         await asyncio.gather(*map(self._revoke, idle))
-        self._warding.close()
+        self._warding.bodies(0)
+        self._bodies_left = len(idle) < len(keepalives)
+        # The warden of a lease that is left to expire goes on: if this process dies before that,
+        # and the processes that it has supervised are gone, it ends the lease.
+        if not self._bodies_left:
+            self._warding.close()
 
     def forked(self) -> None:
         """In the child of a fork: the leases belong to the parent."""

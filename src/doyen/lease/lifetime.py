@@ -9,7 +9,13 @@ just be ended by it:
 - After the release the process ends by SIGTERM, as without doyen: no exception is raised anywhere,
   and `finally` clauses do not run. A second SIGTERM ends it at once.
 - The handler runs on the main thread, so bodies on that thread are suspended for good, and count
-  as ended. Bodies on other threads are lost, and have their stop budget to end.
+  as ended, with two exceptions. While a pool of threads is at work, perhaps for such a body
+  (`asyncio.to_thread`), they are lost, and the pool has their stop budget to finish. While a
+  supervised command runs, its lease is left alone: the guard stops the command when this process
+  has ended, and the lease ends after that, by proof of death, by a warden or by its ttl.
+- Bodies on other threads are lost, and have their stop budget to end.
+- The records of suspended bodies are deleted last, when every sink has its events, because threads
+  that the program has started by itself run on until the process ends.
 - Nothing is released in the child of a fork. There, the default for SIGTERM is restored.
 
 The handler takes no lock, because the code that it interrupts may hold it. It posts the release to
@@ -20,11 +26,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import signal
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
@@ -34,6 +44,11 @@ from doyen.term import forked as term_forked
 
 __all__ = ["body_begins", "body_ended", "track", "untrack"]
 
+ENDING = "the process is ending"
+WORKERS_PAUSE_S = 0.002
+"""How often pools of threads are looked at."""
+DELIVERY_S = 0.5
+"""How long records are kept for sinks to receive the last events."""
 FLUSH_S = 1.5
 """How long the end of a process waits for what follows the release: the closing of stores and the
 delivery of events."""
@@ -95,18 +110,19 @@ def body_ended(term: Term) -> None:
 
 def _terminate(signum: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    release()
+    release(promptly=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _at_exit() -> None:
     """The main thread and all threads that are not daemons have ended."""
-    release()
+    release(promptly=False)
 
 
-def release() -> None:
+def release(*, promptly: bool) -> None:
     """Release every session of this process, on its main thread, which runs no other code of the
-    user's from here on. Returns when that is done, or has taken too long."""
+    user's from here on. Returns when that is done, or has taken too long. `promptly`: the process
+    ends at once after that, and sessions need not be closed in order."""
     here = os.getpid()
     # A copy, because other threads open and close sessions meanwhile.
     sessions = {core: main for core, main in [*_released.items()] if core.runtime.pid == here}
@@ -114,32 +130,117 @@ def release() -> None:
         return
     done = threading.Event()
     timings = [core.calls.timing for core in sessions]
-    limit_s = max(each.stop_budget_s + 2 * each.request_timeout_s for each in timings) + FLUSH_S
+    limit_s = max(2 * each.stop_budget_s + 2 * each.request_timeout_s for each in timings)
+    limit_s += DELIVERY_S + FLUSH_S
     runtime = next(iter(sessions)).runtime
-    runtime.post(lambda: _begin(sessions, done))
+    runtime.post(lambda: _begin(sessions, done, promptly=promptly))
     done.wait(limit_s)
 
 
 _releasing: set[asyncio.Task[None]] = set()
 
 
-def _begin(sessions: dict[SessionCore, bool], done: threading.Event) -> None:
+def _begin(sessions: dict[SessionCore, bool], done: threading.Event, *, promptly: bool) -> None:
     """On doyen's loop."""
-    task = asyncio.get_running_loop().create_task(_release(sessions))
+    task = asyncio.get_running_loop().create_task(_release(sessions, promptly=promptly))
     _releasing.add(task)  # the loop keeps only a weak reference
     task.add_done_callback(lambda _: done.set())
 
 
-async def _release(sessions: dict[SessionCore, bool]) -> None:
+async def _release(sessions: dict[SessionCore, bool], *, promptly: bool) -> None:
+    """`promptly`: return as soon as all leases are given up and all events are delivered."""
     bodies = [each for each in [*_bodies.values()] if each.core in sessions]
-    resigning = [each.candidacy.leave() for each in bodies if each.on_main_thread]
-    working = asyncio.gather(*resigning, return_exceptions=True)
+    suspended = [each for each in bodies if each.on_main_thread]
+    # Sessions of an event loop may have bodies that are no campaigns, such as those of shards.
+    on_loop = {core for core, on_main_thread in sessions.items() if on_main_thread}
+    concerned = {each.core for each in suspended} | {core for core in on_loop if core.leases.bodies}
+    ended = not concerned or await _pools_finished(concerned)
+    if ended:
+        for each in suspended:
+            each.candidacy.conclude()
+        await _deliver(concerned)
+    resigning = [
+        each.candidacy.leave() for each in suspended if ended and not each.candidacy.supervises
+    ]
+    working = asyncio.ensure_future(asyncio.gather(*resigning, return_exceptions=True))
     await asyncio.sleep(0)  # the bodies of the main thread have ended from now on
-    for core, on_main_thread in sessions.items():
-        if on_main_thread and all(each.on_main_thread for each in bodies if each.core is core):
-            core.leases.bodies_suspended()
+    elsewhere = {each.core for each in bodies if not each.on_main_thread}
+    for core in on_loop - elsewhere:
+        core.leases.bodies_suspended(ended=ended)
     closing = asyncio.gather(*(core.close() for core in sessions), return_exceptions=True)
-    await asyncio.wait({closing, asyncio.ensure_future(working)})
+    if promptly and ended and not elsewhere:
+        released = asyncio.gather(*(core.released.wait() for core in sessions))
+        await asyncio.wait({closing, released}, return_when=asyncio.FIRST_COMPLETED)
+        await working
+    else:
+        await asyncio.wait({closing, working})
+
+
+async def _pools_finished(cores: set[SessionCore]) -> bool:
+    """Whether no pool of threads is at work. If one is, it may work for the bodies of these
+    sessions: end their terms, and give it their stop budget to finish."""
+    if not pools_at_work():
+        return True
+    for core in cores:
+        core.leases.lose_all(ENDING)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + max(core.calls.timing.stop_budget_s for core in cores)
+    while loop.time() < until:
+        await asyncio.sleep(WORKERS_PAUSE_S)
+        if not pools_at_work():
+            return True
+    return False
+
+
+async def _deliver(cores: set[SessionCore]) -> None:
+    """Give the sinks of these sessions, and the trails of their elections, the time to receive
+    everything."""
+    flushing = [
+        part
+        for core in cores
+        for part in (core.trail.flush(), core.runtime.aside(core.telemetry.flush, _ignore))
+    ]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DELIVERY_S):
+            await asyncio.gather(*flushing)
+
+
+def _ignore(result: object) -> None:
+    pass
+
+
+def pools_at_work() -> bool:
+    """Whether a thread of a pool, of `concurrent.futures` (which `asyncio.to_thread` uses) or of
+    anyio, is executing a call, or has one to execute."""
+    pool = sys.modules.get("concurrent.futures.thread")
+    for thread, queue in list(getattr(pool, "_threads_queues", {}).items()):
+        if thread.is_alive() and not queue.empty():
+            return True
+    return any(map(_executes, sys._current_frames().values()))
+
+
+_POOL_LOOP = ("concurrent.futures.thread", "_worker")
+_ANYIO_LOOP = ("anyio._backends._asyncio", "WorkerThread.run")
+
+
+def _executes(frame: FrameType | None) -> bool:
+    """Whether a thread with this innermost frame executes a call for a pool."""
+    waits = False
+    while frame is not None and frame.f_globals.get("__name__") in ("queue", "threading"):
+        waits = True
+        frame = frame.f_back
+    calls = [(each.f_globals.get("__name__"), each.f_code.co_qualname) for each in _outwards(frame)]
+    if _POOL_LOOP in calls:
+        return calls[0] != _POOL_LOOP
+    if _ANYIO_LOOP in calls:
+        return not waits or calls[0] != _ANYIO_LOOP
+    return False
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _restore_default() -> None:

@@ -3,7 +3,9 @@
 A `Supervisor` has a guard process (see `doyen.supervise.guard`) start the command, and sends it
 each renewal. The two processes watch each other: if this one is killed or frozen, the guard ends
 the command in time; if the guard is, this one does. When `run` returns or raises, no process that
-the command has started is alive.
+the command has started is alive. The one exception is an interrupt that ends the event loop, such
+as a second Ctrl-C. Even then the term keeps its record and its lease until the guard has reported
+that all processes are gone; if this process ends before, the lease is left to expire.
 
 The stop budget is spent as follows: SIGTERM when the term ends, and SIGKILL after 70 % of the
 budget. If the guard has not reported the end after 85 %, it is killed and its work is done here.
@@ -17,6 +19,7 @@ them. Only tokens protect then, as they do when the machine itself is paused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -25,13 +28,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from doyen._waiting import outlast, shared
+from doyen._waiting import outlast, retrieve, shared
 from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.supervise import guard
-from doyen.term import Term
+from doyen.term import Term, TermState
 
 __all__ = ["Supervisor"]
 
@@ -41,6 +45,17 @@ GRACE_SHARE = 0.7
 """From SIGTERM to SIGKILL, as a share of the stop budget."""
 TAKEOVER_SHARE = 0.85
 """When the guard is killed if it has not reported the end by then, as a share of the same."""
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One run of the command, until none of its processes is alive."""
+
+    term: Term
+    number: int
+    ended: asyncio.Future[int]
+    awaited: bool = True
+    """Somebody waits for its end in `Supervisor.run`."""
 
 
 class Supervisor:
@@ -63,7 +78,7 @@ class Supervisor:
         """Renewals are sent from doyen's thread, and must not use a descriptor that is being
         closed."""
         self._main: int | None = None
-        self._ended: asyncio.Future[int] | None = None
+        self._run: _Run | None = None
         self._term: Term | None = None
         self._takeover: asyncio.TimerHandle | None = None
         self._killing: asyncio.Task[None] | None = None
@@ -79,13 +94,22 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._dismiss_guard()
-        guard.disown_orphans()
+        try:
+            if self._run is not None:  # an interrupt has ended its body
+                ended = self._run.ended
+                self._stop(self._run)
+                try:
+                    await asyncio.wait({ended})
+                finally:
+                    await outlast(ended)
+        finally:
+            self._dismiss_guard()
+            guard.disown_orphans()
 
     @property
     def running(self) -> bool:
         """Whether a process of the command may be alive."""
-        return self._ended is not None
+        return self._run is not None
 
     async def run(self, term: Term) -> int:
         """Run the command and return its exit code (128 + signal, if it died of one) once none of
@@ -95,38 +119,45 @@ class Supervisor:
         is cancelled, which is how a term's body is notified of a loss, it stops the command before
         it raises. If the guard has stopped the command before that, `LeadershipLost` is raised.
         """
-        if self._ended is not None:
+        if self.running:
             raise RuntimeError("the command is running already")
         if self._guard is None:
             self._start_guard()
         if term is not self._term:
             self._term = term
             term.on_renewal(partial(self._renewed, term))
+            term.on_end(partial(self._body_ended, term))
         self._main = None
-        ended = self._ended = asyncio.get_running_loop().create_future()
-        warded = term.run_begins()
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        run = self._run = _Run(term, term.run_begins(), ended)
         self._send(
             guard.START,
             term.token,
             valid_until=term.valid_until,
             grace_s=GRACE_SHARE * term.stop_budget_s,
             proof=term.proof(),
-            run=warded,
+            run=run.number,
         )
         try:
             return await shared(ended)
-        except asyncio.CancelledError:
-            self._send(guard.STOP)
-            self._take_over_in(TAKEOVER_SHARE * term.stop_budget_s)
-            await outlast(ended)
-            ended.exception()  # retrieved; the cancellation is raised instead
+        except BaseException as error:
+            self._stop(run)
+            if isinstance(error, asyncio.CancelledError):
+                await outlast(ended)
+            # An interrupt is raised at once; the guard goes on.
+            ended.add_done_callback(retrieve)
             raise
         finally:
-            self._ended = None
-            if ended.done():  # otherwise the loop is gone, and the guard still has work
-                term.run_ended(warded)
-            if self._takeover is not None:
-                self._takeover.cancel()
+            if ended.done():
+                self._run = None
+            else:
+                run.awaited = False
+
+    def _stop(self, run: _Run) -> None:
+        if not run.ended.done():
+            self._send(guard.STOP)
+            with contextlib.suppress(RuntimeError):  # the loop is gone
+                self._take_over_in(TAKEOVER_SHARE * run.term.stop_budget_s)
 
     def forward(self, signum: int) -> None:
         """Send a signal to the command's process group."""
@@ -142,6 +173,11 @@ class Supervisor:
         # On doyen's thread. A renewal of an earlier term must not extend the current one.
         if term is self._term:
             self._send(guard.EXTEND, valid_until=valid_until)
+
+    def _body_ended(self, term: Term) -> None:
+        # On any thread. A loss cancels `run`; here the body was left without waiting for it.
+        if self._run is not None and self._run.term is term and term.state is TermState.ENDED:
+            self._send(guard.STOP)
 
     def _start_guard(self) -> None:
         ours, theirs = socket.socketpair()
@@ -210,15 +246,25 @@ class Supervisor:
             self._main = number
         elif what == guard.ENDED:
             self._conclude(number)
-        elif what == guard.EXPIRED and self._ended is not None and not self._ended.done():
-            self._ended.set_exception(
-                LeadershipLost("the deadline passed, and the guard has stopped the command")
-            )
+        elif what == guard.EXPIRED:
+            self._conclude(number, expired=True)
 
-    def _conclude(self, status: int) -> None:
-        if self._ended is not None and not self._ended.done():
+    def _conclude(self, status: int, *, expired: bool = False) -> None:
+        """No process of the run is alive."""
+        run = self._run
+        if run is None or run.ended.done():
+            return
+        if self._takeover is not None:
+            self._takeover.cancel()
+        run.term.run_ended(run.number)
+        if expired:
+            reason = "the deadline passed, and the guard has stopped the command"
+            run.ended.set_exception(LeadershipLost(reason))
+        else:
             code = os.waitstatus_to_exitcode(status)
-            self._ended.set_result(code if code >= 0 else 128 - code)
+            run.ended.set_result(code if code >= 0 else 128 - code)
+        if not run.awaited:
+            self._run = None
 
     def _take_over_in(self, patience_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -230,7 +276,7 @@ class Supervisor:
     def _guard_died(self) -> None:
         process = self._guard
         self._dismiss_guard()
-        if self._ended is None:
+        if self._run is None or self._run.ended.done():
             return  # the next run starts another
         pid = process.pid if process else None
         log.error("%s", log_line(event="guard_died", pid=pid, effect="the command is killed"))

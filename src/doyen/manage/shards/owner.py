@@ -637,6 +637,9 @@ class ShardOwner:
 
     def _body_ended(self, slot: Slot, error: BaseException | None) -> None:
         assert slot.leading is not None
+        if slot.leading.supervises:
+            self.core.tasks.start(self._after_processes(slot, slot.leading, error))
+            return
         shard, term = slot.shard, slot.leading.term
         now = asyncio.get_running_loop().time()
         slot.leading.body_ended()
@@ -646,6 +649,12 @@ class ShardOwner:
             if error is not None:
                 self._report("shard_body_failed", shard, error)
         self._leave(slot)
+
+    async def _after_processes(
+        self, slot: Slot, leading: Leading, error: BaseException | None
+    ) -> None:
+        await leading.without_processes()
+        self._body_ended(slot, error)
 
     def _release(self, slot: Slot, reason: str) -> None:
         """The shard is not this member's any more."""
