@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
@@ -170,7 +171,8 @@ async def _release(sessions: dict[SessionCore, bool], *, promptly: bool) -> None
     closing = asyncio.gather(*(core.close() for core in sessions), return_exceptions=True)
     if promptly and ended and not elsewhere:
         released = asyncio.gather(*(core.released.wait() for core in sessions))
-        await asyncio.wait({closing, released}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {closing, released}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         await working
     else:
         await asyncio.wait({closing, working})
