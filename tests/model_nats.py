@@ -261,6 +261,8 @@ class NatsModel:
         if self._chance(self.disturbance.behind):
             horizon -= self._random.randint(*self.disturbance.behind_by)
         waiting = stream.before(horizon) if horizon < stream.last else list(stream.messages.items())
+        since = config.get("opt_start_seq", 0)
+        waiting = [each for each in waiting if each[1].sequence >= since]
         for number, (subject, stored) in enumerate(waiting, 1):
             self._deliver(consumer, subject, stored, len(waiting) - number)
         if horizon < stream.last:

@@ -12,6 +12,7 @@ from doyen.model import Lease
 from doyen.stores.nats.jetstream import StoredMessage
 from doyen.stores.nats.renewals import OldRenewals
 from doyen.stores.nats.store import NatsStore
+from model_nats import Consumer, Stored
 from test_nats_adversary import NatsRoom, meets
 
 TTL_S = 3.0
@@ -154,5 +155,39 @@ def test_clients_that_watch_each_other_cost_requests_in_proportion_to_their_numb
         assert len(await stores[0].list(prefix)) == number - 1
         for task in tasks:
             task.cancel()
+
+    meets(test)
+
+
+def test_the_end_of_a_lease_looks_at_what_was_written_since_it_was_granted() -> None:
+    """A warden has no copy of the bucket, which may be large."""
+
+    async def test(room: NatsRoom) -> None:
+        holder, warden = await room.open(), await room.open()
+        old = await holder.grant(TTL_S)
+        for each in range(100):
+            await holder.create(f"other/{each}", b"", old)
+        lease = await holder.grant(TTL_S)
+        mine = await holder.create("elections/e", b"", lease)
+        await holder.enqueue("lines/e", b"", lease)
+        delivered = []
+        deliver = room.model._deliver
+
+        def counting(consumer: Consumer, subject: str, stored: Stored, pending: int) -> None:
+            if consumer.name not in known:
+                delivered.append(subject)
+            deliver(consumer, subject, stored, pending)
+
+        known = {*room.model.streams["KV_doyen"].consumers}
+        room.model._deliver = counting  # type: ignore[method-assign]
+        await warden.end(holder.warrant(lease))
+        assert len(delivered) < 10
+        bound = room.model.streams["KV_doyen"].messages.values()
+        left = [each for each in bound if lease.id in each.headers.decode()]
+        assert not left, "its entries are deleted"
+        assert mine.won
+        assert await warden.get("elections/e") is None
+        assert len(await warden.list("other")) == 100
+        await warden.end(b"0")  # of nobody
 
     meets(test)

@@ -39,7 +39,7 @@ from doyen.warden import diagnosis, location
 from doyen.warden.child import interpreter
 from doyen.warden.client import NoWarden, portable_url
 from doyen.warden.diagnosis import Surroundings, findings
-from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, StoreKey, Witness
+from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, Witness
 from doyen.warden.holder import TICKS, FrozenWatch, HolderWatch, Ping, Verdict
 from doyen.warden.kernel import must_not_be_killed, receive_despite_reset
 from doyen.warden.table import (
@@ -321,12 +321,12 @@ def ending(
         during(engine)
         lease = await engine.grant(1e9)
 
-        async def opener(_: StoreKey) -> Store:
+        async def opener(_: str) -> Store:
             return engine
 
         stores = KeptStores(opener)
         hello = Hello(session="s", url="memory://", settle_s=settle_s, audit=audit)
-        stores.acquire(StoreKey.of(hello))
+        stores.acquire(hello.url)
         ender = LeaseEnder(stores, Witness(clock, "warden"), clock, 1e6)
         began = clock.now()
         await ender.end(hello, [WardedLease(lease.id, 2.0, engine.warrant(lease))])

@@ -22,23 +22,26 @@ from doyen.election.core import warding_of
 from doyen.election.options import SessionSettings
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.events import Event, Unwarded
-from doyen.lease.clock import VirtualClock
+from doyen.lease.clock import SystemClock, VirtualClock
+from doyen.lease.runtime import InlineRuntime
 from doyen.lease.timing import Timing
+from doyen.model import Lease
+from doyen.session import Session
 from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.stores.port import Context, Store
+from doyen.stores.port import Context, Store, open_store
 from doyen.supervise import Supervisor
 from doyen.term import Term
 from doyen.testing import run_virtual
-from doyen.warden import child, client, daemon
+from doyen.warden import child, client, daemon, server
 from doyen.warden import table as table_module
 from doyen.warden.child import ChildWarden
 from doyen.warden.client import SessionWarden, hello_for
-from doyen.warden.ending import KeptStores, LeaseEnder, StoreKey, Witness
+from doyen.warden.ending import KeptStores, LeaseEnder, Witness
 from doyen.warden.holder import TICKS, FrozenWatch
-from doyen.warden.server import Warden
+from doyen.warden.server import FINISH_S, Warden
 from doyen.warden.table import TABLE_BYTES, LeaseTable, TableState, WardedLease, read_state
 from doyen.warden.watched import WatchedSession
-from doyen.warden.wire import Hello, Refused, encode_reply
+from doyen.warden.wire import Hello, Refused, Welcome, encode_reply
 
 # Supervised runs
 
@@ -52,6 +55,8 @@ class RunningTerm:
         self.runs: set[int] = set()
 
     def on_renewal(self, listener: Callable[[float], None]) -> None: ...
+
+    def on_end(self, listener: Callable[[], None]) -> None: ...
 
     def proof(self) -> tuple[int, ...]:
         return ()
@@ -158,6 +163,78 @@ def test_a_host_warden_that_refuses_is_replaced_by_one_of_the_process(
         asyncio.run(main())
 
 
+@pytest.mark.parametrize(("lived_s", "pause_s"), [(1.0, 60.0), (100.0, 1.0)])
+def test_a_warden_that_has_served_for_long_is_replaced_at_once(
+    lived_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pauses grow only while one after the other does not live."""
+    children: list[FakeChild] = []
+
+    def acquire() -> FakeChild:
+        children.append(FakeChild())
+        return children[-1]
+
+    monkeypatch.setattr(ChildWarden, "acquire", acquire)
+
+    async def main() -> None:
+        warden = SessionWarden(Hello(session="s", url="x://"), "process", lambda event: None)
+        now = 1000.0
+        monkeypatch.setattr(warden._loop, "time", lambda: now)
+        warden.begin()
+        for _ in range(8):
+            child = children[-1]
+            child.theirs.send(encode_reply(Welcome(1)))
+            warden._receive()
+            now += lived_s
+            child.theirs.close()
+            warden._receive()
+            now += 60.0
+            warden.renewed()
+            assert len(children) > 1
+        assert warden._restart_at - now == pause_s
+        warden.close()
+
+    asyncio.run(main())
+    for each in children:
+        each.theirs.close()
+
+
+class Closing(MemoryStore):
+    """Doyen's thread closes the descriptors of a lease, and another file gets their number, just
+    when they are being copied."""
+
+    def __init__(self, server: MemoryServer, clock: VirtualClock) -> None:
+        super().__init__(server, Context(clock, lambda event: None))
+        self.descriptor = os.open("/dev/null", os.O_RDONLY)
+        self.asked = 0
+
+    def proof(self, lease: Lease) -> tuple[int, ...]:
+        self.asked += 1
+        if self.asked == 2:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        return () if self.descriptor < 0 else (self.descriptor,)
+
+
+def test_descriptors_that_are_closed_meanwhile_are_not_passed_on() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        store = Closing(MemoryServer(clock), clock)
+        runtime = InlineRuntime(clock)
+        settings = SessionSettings(url="memory://", ttl_s=5.0)
+        async with (
+            Session(settings, runtime, store) as session,
+            session.campaign("e") as term,
+        ):
+            open_before = set(os.listdir("/proc/self/fd"))
+            assert term.proof() == ()
+            assert set(os.listdir("/proc/self/fd")) <= open_before
+            assert store.asked >= 3
+
+    run_virtual(main, clock=clock)
+
+
 def test_without_a_working_directory_a_session_has_a_warden_nevertheless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +252,7 @@ def test_without_a_working_directory_a_session_has_a_warden_nevertheless(
         frozen_after_s=None,
         request_timeout_s=1.0,
     )
-    assert hello.directory == "/"
+    assert hello.url == "etcd://h?ca=%2Fca.pem"
     assert hello.audit == f"{tmp_path}/audit"
 
 
@@ -343,7 +420,7 @@ def test_a_warden_that_is_stopped_while_it_ends_leases_fails_in_nothing(
     async def main() -> None:
         store = Hanging(MemoryServer(clock), Context(clock, lambda event: None))
 
-        async def opener(_: StoreKey) -> Store:
+        async def opener(_: str) -> Store:
             return store
 
         warden = Warden(opener, clock)
@@ -358,6 +435,57 @@ def test_a_warden_that_is_stopped_while_it_ends_leases_fails_in_nothing(
     assert not caplog.records
 
 
+def test_a_service_that_restarts_does_not_wait_long_for_a_store_that_hangs() -> None:
+    """A service manager sends SIGTERM to all processes of the service. As long as the holder lives
+    its warden stays; after that, the restart waits for the warden."""
+    clock = VirtualClock()
+
+    async def main() -> float:
+        store = Hanging(MemoryServer(clock), Context(clock, lambda event: None))
+
+        async def opener(_: str) -> Store:
+            return store
+
+        warden = Warden(opener, clock)
+        session = warden.watch(Hello(session="s", url="memory://"), Deaf())
+        running = asyncio.create_task(warden.run())
+        warden.hurry()
+        await asyncio.sleep(3600)
+        assert not running.done()
+        died_at = asyncio.get_running_loop().time()
+        warden._over(session, [WardedLease("1", 5.0, b"1")])
+        await running
+        return asyncio.get_running_loop().time() - died_at
+
+    assert 0.0 < run_virtual(main, clock=clock) <= FINISH_S
+
+
+def test_sessions_in_several_directories_share_a_warden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own working directory stays as it is: another session may be using it."""
+    monkeypatch.setattr(server, "_rehearse", lambda store: asyncio.sleep(0))
+    here = os.getcwd()
+    url = f"sqlite://{tmp_path}/doyen.db"
+
+    async def main() -> None:
+        await (await open_store(url, Context(SystemClock(), lambda event: None))).close()
+        store = await Warden()._open_store(url)
+        await store.close()
+
+    asyncio.run(main())
+    assert os.getcwd() == here
+    hello = hello_for(
+        session="s",
+        url="sqlite:a%20b.db?token_floor=1",
+        audit=None,
+        settle_s=0.0,
+        frozen_after_s=None,
+        request_timeout_s=1.0,
+    )
+    assert hello.url == f"sqlite://{here}/a%20b.db?token_floor=1"
+
+
 def test_a_store_that_could_not_be_opened_is_opened_when_it_is_needed() -> None:
     """What was wrong when the session registered may long be right when its holder dies."""
     clock = VirtualClock()
@@ -367,14 +495,14 @@ def test_a_store_that_could_not_be_opened_is_opened_when_it_is_needed() -> None:
         lease = await store.grant(1e9)
         broken = True
 
-        async def opener(_: StoreKey) -> Store:
+        async def opener(_: str) -> Store:
             if broken:
                 raise StoreUnusable("its tables are being migrated")
             return store
 
         stores = KeptStores(opener)
         hello = Hello(session="s", url="memory://")
-        stores.acquire(StoreKey.of(hello))
+        stores.acquire(hello.url)
         await asyncio.sleep(3600)
         broken = False
         ender = LeaseEnder(stores, Witness(clock, "warden"), clock, 1e6)

@@ -17,7 +17,6 @@ from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease
 from doyen.stores.port import Store
 from doyen.testing.faults import Faults, FaultyStore
-from doyen.warden.ending import StoreKey
 from doyen.warden.server import Warden
 from doyen.warden.table import TABLE_BYTES, LeaseTable, WardedLease
 from doyen.warden.watched import HolderConnection
@@ -137,7 +136,7 @@ class WardenHost:
         self.links: list[Link] = []
         self.warden = Warden(self._open, world.clock)
 
-    async def _open(self, _: StoreKey) -> Store:
+    async def _open(self, _: str) -> Store:
         return FaultyStore(WardensClient(self.world.server, self.world.clock), self.faults)
 
     def later(self, call: Callable[[], None]) -> None:

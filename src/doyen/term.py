@@ -208,7 +208,8 @@ class Term:
         self.on_end(self._keepalive.on_renewal(listener))
 
     def proof(self) -> tuple[int, ...]:
-        """Descriptors that prove this process alive while any copy of them is open.
+        """Descriptors that prove this process alive while any copy of them is open. These are
+        copies, and the caller closes them.
 
         Empty on stores without proof of death. For supervisors; see `doyen.supervise`.
         """

@@ -18,8 +18,10 @@ just declared lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -123,8 +125,22 @@ class Keepalive:
         return forget
 
     def proof(self) -> tuple[int, ...]:
-        """Descriptors that prove the lease's holder alive; see `Store.proof`. With a warden, also
-        the link to it."""
+        """Copies of the descriptors that prove the lease's holder alive (see `Store.proof`) and, if
+        there is a warden, of the link to it. The caller closes them. Any thread."""
+        while True:
+            held = self._held_descriptors()
+            copies = []
+            for descriptor in held:
+                with contextlib.suppress(OSError):
+                    copies.append(os.dup(descriptor))
+            # Doyen's thread may have closed one meanwhile, and its number may have been used again.
+            # It forgets a descriptor before it closes it.
+            if self._held_descriptors() == held:
+                return tuple(copies)
+            for copy in copies:
+                os.close(copy)
+
+    def _held_descriptors(self) -> tuple[int, ...]:
         return (*self._store.proof(self.lease), *self.warding.proof())
 
     def run_begins(self, term: object) -> None:

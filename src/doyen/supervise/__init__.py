@@ -130,14 +130,17 @@ class Supervisor:
         self._main = None
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         run = self._run = _Run(term, term.run_begins(), ended)
+        proof = term.proof()
         self._send(
             guard.START,
             term.token,
             valid_until=term.valid_until,
             grace_s=GRACE_SHARE * term.stop_budget_s,
-            proof=term.proof(),
+            proof=proof,
             run=run.number,
         )
+        for descriptor in proof:  # the guard has copies of its own
+            os.close(descriptor)
         try:
             return await shared(ended)
         except BaseException as error:

@@ -3,7 +3,9 @@
 The child is not a child of the process in the end: an intermediate process starts it and exits, so
 that a program which waits for all of its children does not wait for this one, and cannot reap it.
 It has a session of its own, so that a terminal's signals do not reach it, no descriptors but those
-passed to it, and ignores the signals that service managers send to every process of a service.
+passed to it, and is not ended by the signals that service managers send to every process of a
+service: it goes on until its holder has died and its leases have been ended. After SIGTERM it gives
+up sooner if the store does not answer, because the restart of a service waits for all processes.
 Credentials arrive over the inherited socket, never on the command line.
 
 Imports only the standard library at first, so that the holder starts it in milliseconds.
@@ -29,7 +31,7 @@ __all__ = ["ChildWarden", "interpreter", "main"]
 log = logging.getLogger("doyen")
 
 _IGNORED = (
-    signal.SIGTERM,
+    signal.SIGTERM,  # at first
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGQUIT,
@@ -183,6 +185,7 @@ def main(control: socket.socket, owner: int) -> None:
     async def serve() -> None:
         warden = Warden(give_up_s=GIVE_UP_S)
         warden.attend(control, owner)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, warden.hurry)
         await warden.run()
 
     asyncio.run(serve())

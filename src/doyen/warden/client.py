@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import mmap
 import os
 import socket
@@ -24,6 +25,7 @@ from typing import Literal, Protocol
 from doyen.events import Event, Unwarded, Warded
 from doyen.events.log_lines import log_line
 from doyen.model import Lease
+from doyen.stores.choice import absolute
 from doyen.warden.child import ChildWarden
 from doyen.warden.location import check_directory, socket_path
 from doyen.warden.table import TABLE_BYTES, LeaseTable, TableFull, WardedLease
@@ -131,6 +133,8 @@ class SessionWarden:
         self._child: ChildWarden | None = None
         self._restart_at = -1.0
         self._restart_s = _FIRST_RESTART_S
+        self._served_since = math.inf
+        """When the warden welcomed this session."""
         self._missed = ""
         self._host_refused = False
         self._closed = False
@@ -220,6 +224,7 @@ class SessionWarden:
             reply = decode_reply(data)
             if isinstance(reply, Welcome):
                 self._greeted, self._missed = True, ""
+                self._served_since = self._loop.time()
                 self._emit(Warded(warden=reply.pid))
             else:
                 if self._form == "auto" and self._child is None:
@@ -244,6 +249,9 @@ class SessionWarden:
                 link.close()
             else:
                 link.detach()
+        if self._loop.time() - self._served_since > _LONGEST_RESTART_S:
+            self._restart_s = _FIRST_RESTART_S  # it has lived: the next one will too
+        self._served_since = math.inf
         child, self._child = self._child, None
         if child is not None:
             child.release()
@@ -343,11 +351,11 @@ def hello_for(
     """What a warden is told of a session of this process."""
     try:
         directory = os.getcwd()
+        url = absolute(url)
     except OSError:  # it was removed: then the URL has no relative paths that could be used
         directory = "/"
     return replace(
         Hello(session=session, url=portable_url(url, directory)),
-        directory=directory,
         environment=environment_of(dict(os.environ)),
         audit=None if audit is None else os.path.join(directory, audit),
         settle_s=settle_s,

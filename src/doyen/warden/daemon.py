@@ -16,15 +16,12 @@ from doyen.errors import ConfigError
 from doyen.events.log_lines import log_line
 from doyen.warden.child import name_this_process
 from doyen.warden.location import check_directory, places
-from doyen.warden.server import Warden
+from doyen.warden.server import FINISH_S, Warden
 from doyen.warden.wire import Refused
 
 __all__ = ["serve", "unit"]
 
 log = logging.getLogger("doyen.warden")
-
-FINISH_S = 5.0
-"""How long a warden that is stopped goes on ending leases of holders that have died."""
 
 
 async def serve() -> None:

@@ -19,7 +19,6 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from doyen._waiting import retrieve, shared
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable
@@ -30,7 +29,7 @@ from doyen.stores.port import Store
 from doyen.warden.table import WardedLease
 from doyen.warden.wire import Hello
 
-__all__ = ["KeptStores", "LeaseEnder", "StoreKey", "Witness"]
+__all__ = ["KeptStores", "LeaseEnder", "Witness"]
 
 log = logging.getLogger("doyen.warden")
 
@@ -42,18 +41,8 @@ AT_ONCE = 16
 """How many leases of one holder are ended at a time."""
 
 
-class StoreKey(NamedTuple):
-    """What makes two sessions use the same store with the same credentials."""
-
-    url: str
-    directory: str
-
-    @classmethod
-    def of(cls, hello: Hello) -> StoreKey:
-        return cls(hello.url, hello.directory)
-
-
-Opener = Callable[[StoreKey], Awaitable[Store]]
+Opener = Callable[[str], Awaitable[Store]]
+"""Opens a store by its URL, which has the credentials, and no relative paths."""
 
 
 @dataclass(eq=False)
@@ -69,19 +58,19 @@ class KeptStores:
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._kept: dict[StoreKey, _Kept] = {}
+        self._kept: dict[str, _Kept] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def acquire(self, key: StoreKey) -> None:
+    def acquire(self, url: str) -> None:
         """A session with this store has registered: open it, unless it is open."""
-        kept = self._kept.setdefault(key, _Kept())
+        kept = self._kept.setdefault(url, _Kept())
         kept.users += 1
         if kept.opening is None:
-            self._open(key, kept)
+            self._open(url, kept)
 
-    def _open(self, key: StoreKey, kept: _Kept) -> asyncio.Task[Store]:
+    def _open(self, url: str, kept: _Kept) -> asyncio.Task[Store]:
         async def opened() -> Store:
-            return await self._opener(key)
+            return await self._opener(url)
 
         def concluded(opening: asyncio.Task[Store]) -> None:
             retrieve(opening)
@@ -92,21 +81,21 @@ class KeptStores:
         kept.opening.add_done_callback(concluded)
         return kept.opening
 
-    async def store(self, key: StoreKey) -> Store:
+    async def store(self, url: str) -> Store:
         """The store of a session that has not been released. Raises if it cannot be opened; the
         next call tries again."""
-        kept = self._kept[key]
+        kept = self._kept[url]
         if kept.opening is None:
-            self._open(key, kept)
+            self._open(url, kept)
         assert kept.opening is not None
         return await shared(kept.opening)
 
-    def release(self, key: StoreKey) -> None:
+    def release(self, url: str) -> None:
         """A session has gone. The last one closes the store."""
-        kept = self._kept[key]
+        kept = self._kept[url]
         kept.users -= 1
         if not kept.users:
-            del self._kept[key]
+            del self._kept[url]
             task = asyncio.get_running_loop().create_task(_close(kept))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -184,13 +173,13 @@ class LeaseEnder:
         await asyncio.gather(*(self._end(hello, lease, limit) for lease in leases))
 
     async def _end(self, hello: Hello, lease: WardedLease, limit: asyncio.Semaphore) -> None:
-        key, pause_s, refused_s = StoreKey.of(hello), FIRST_PAUSE_S, 0.0
+        pause_s, refused_s = FIRST_PAUSE_S, 0.0
         died_at = self._now()
         while True:
             began = self._now()
             try:
                 async with limit:
-                    store = await self._stores.store(key)
+                    store = await self._stores.store(hello.url)
                     async with asyncio.timeout(hello.request_timeout_s):
                         await store.end(lease.warrant)
             except LeaseGone:

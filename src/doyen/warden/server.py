@@ -26,7 +26,7 @@ from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock, SystemClock
 from doyen.model import Lease
 from doyen.stores.port import Context, Store, load_adapter, open_store
-from doyen.warden.ending import KeptStores, LeaseEnder, Opener, StoreKey, Witness
+from doyen.warden.ending import KeptStores, LeaseEnder, Opener, Witness
 from doyen.warden.kernel import KernelConnection
 from doyen.warden.table import WardedLease
 from doyen.warden.watched import HolderConnection, WatchedSession
@@ -40,6 +40,8 @@ _BACKLOG = 1024
 ACCEPT_AGAIN_S = 1.0
 REHEARSE_S = 5.0
 NOBODYS = Lease("0", 1.0)
+FINISH_S = 5.0
+"""How long a warden that is stopped goes on ending leases of holders that have died."""
 GIVE_UP_S = 24 * 3600.0
 """How long a store that does not answer at all is tried, after a holder has died."""
 
@@ -65,6 +67,7 @@ class Warden:
         self._sources: set[int] = set()
         """Descriptors from which more sessions may come."""
         self._idle = asyncio.Event()
+        self._hurried = False
 
     @property
     def sessions(self) -> int:
@@ -91,7 +94,13 @@ class Warden:
         """Return when no session is left and none can come."""
         self._check_idle()
         await self._idle.wait()
-        await self._stores.close()
+        await self.stop(0.0)
+
+    def hurry(self) -> None:
+        """Once no session is left and none can come, go on ending leases for `FINISH_S` at
+        most."""
+        self._hurried = True
+        self._check_idle()
 
     async def stop(self, within_s: float) -> None:
         """Watch over nobody any more, and go on ending leases for this long at most."""
@@ -111,7 +120,7 @@ class Warden:
 
     def watch(self, hello: Hello, connection: HolderConnection) -> WatchedSession:
         """Watch over a session."""
-        self._stores.acquire(StoreKey.of(hello))
+        self._stores.acquire(hello.url)
         session = WatchedSession(hello, connection, self._over)
         self._sessions.add(session)
         session.start()
@@ -198,13 +207,14 @@ class Warden:
         task = self._loop.create_task(self._conclude(session, leases or []))
         self._ending.add(task)
         task.add_done_callback(self._concluded)
+        self._check_idle()
 
     async def _conclude(self, session: WatchedSession, leases: list[WardedLease]) -> None:
         try:
             await self._ender.end(session.hello, leases)
         finally:
             session.connection.close()
-            self._stores.release(StoreKey.of(session.hello))
+            self._stores.release(session.hello.url)
 
     def _concluded(self, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)
@@ -213,16 +223,19 @@ class Warden:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not (self._sources or self._greeting or self._sessions or self._ending):
+        if self._sources or self._greeting or self._sessions:
+            return
+        if not self._ending:
             self._idle.set()
+        elif self._hurried:
+            self._hurried = False
+            self._loop.call_later(FINISH_S, self._idle.set)
 
-    async def _open_store(self, key: StoreKey) -> Store:
+    async def _open_store(self, url: str) -> Store:
         # Off the loop: to import a client library can take half a second.
-        await asyncio.to_thread(load_adapter, key.url)
-        with contextlib.suppress(OSError):
-            os.chdir(key.directory)  # relative paths are resolved at once
+        await asyncio.to_thread(load_adapter, url)
         context = Context(self._clock, lambda _: None, create=False, ends_only=True)
-        store = await open_store(key.url, context)
+        store = await open_store(url, context)
         await _rehearse(store)
         return store
 

@@ -41,7 +41,7 @@ __all__ = [
     "send_hello",
 ]
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES = 1 << 16
 BYE = 2**64 - 1
 
@@ -60,9 +60,8 @@ class Hello:
 
     session: str
     url: str
-    """With the credentials of the session, which are used for its leases only."""
-    directory: str = "/"
-    """What relative paths in the URL are relative to."""
+    """With the credentials of the session, which are used for its leases only. Paths in it are
+    absolute."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables from which client libraries take credentials."""
     audit: str | None = None

@@ -142,6 +142,8 @@ class NatsLeases:
         """The incarnation to which they belong."""
         self._looks = 0
         self._held: dict[str, int] = {}
+        self._granted: dict[str, int] = {}
+        """The sequence at which each lease was granted. What is bound to it was written later."""
         """The sequence of the last renewal of each lease that this client holds."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.observer = LeaseObserver(self, context.clock.now, None)
@@ -172,7 +174,12 @@ class NatsLeases:
             raise _lease_gone(lease.id) from error
         await self._mirror.reach(granted)
         self._held[lease.id] = renewed
+        self._granted[lease.id] = granted
         return lease
+
+    def warrant(self, lease: Lease) -> bytes:
+        """What another client needs to end the lease: its id, and since when it has entries."""
+        return f"{lease.id} {self._granted.get(lease.id, '')}".rstrip().encode()
 
     async def renew(self, lease: Lease) -> None:
         subject, value = self._subject(lease.id), str(lease.ttl_s).encode()
@@ -184,7 +191,7 @@ class NatsLeases:
                 # was not answered was carried out.
                 found = await self._renewals.last(self._stream, subject)
                 if found is None or found.deleted:
-                    self._held.pop(lease.id, None)
+                    self._forget(lease.id)
                     break
                 sequence = found.sequence
                 done = False
@@ -198,15 +205,25 @@ class NatsLeases:
 
     async def revoke(self, lease: Lease) -> None:
         await self._jetstream.delete(self._subject(lease.id), None)
-        self._held.pop(lease.id, None)
+        self._forget(lease.id)
         await self._end(lease.id)
 
-    async def end(self, lease: str) -> None:
-        """End the lease of another client, without a copy of the bucket."""
+    def _forget(self, lease: str) -> None:
+        self._held.pop(lease, None)
+        self._granted.pop(lease, None)
+
+    async def end(self, warrant: bytes) -> None:
+        """End the lease of another client, without a copy of the bucket. Its entries are void from
+        then on. They are deleted too; only what was written since the lease was granted is looked
+        at for that."""
+        lease, _, granted = warrant.decode().partition(" ")
         await self._jetstream.delete(self._subject(lease), None)
         await self._jetstream.delete(subject_of(self._bucket, "leases", lease), None)
+        if not granted:
+            return
         void: list[tuple[str, int]] = []
-        async with BucketConsumer.open(self._jetstream, self._bucket) as consumer:
+        since = BucketConsumer.open(self._jetstream, self._bucket, since=int(granted))
+        async with since as consumer:
             while consumer.pending > 0:
                 subject, message = await consumer.next()
                 if message.headers.get(LEASE) == lease and not message.deleted:

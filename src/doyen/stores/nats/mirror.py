@@ -56,8 +56,15 @@ class BucketConsumer:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, jetstream: JetStream, bucket: str) -> AsyncIterator[BucketConsumer]:
+    async def open(
+        cls, jetstream: JetStream, bucket: str, *, since: int | None = None
+    ) -> AsyncIterator[BucketConsumer]:
+        """With `since`, begin at this sequence, and leave out the values."""
         consumer = cls()
+        what: dict[str, object] = {"deliver_policy": "last_per_subject"}
+        if since is not None:
+            what = {"deliver_policy": "by_start_sequence", "opt_start_seq": since}
+            what["headers_only"] = True
         connection = jetstream.connected()
         inbox, name = connection.new_inbox(), ""
         subscription = await run_in_task(
@@ -70,7 +77,7 @@ class BucketConsumer:
                 stream_name=f"KV_{bucket}",
                 config={
                     "deliver_subject": inbox,
-                    "deliver_policy": "last_per_subject",
+                    **what,
                     "filter_subject": f"$KV.{bucket}.>",
                     "ack_policy": "none",
                     "max_deliver": 1,

@@ -122,9 +122,12 @@ class NatsStore(GuardedStore):
         self._require_usable()
         await self._leases.revoke(lease)
 
+    def warrant(self, lease: Lease) -> bytes:
+        return self._leases.warrant(lease)
+
     async def end(self, warrant: bytes) -> None:
         self._require_usable()
-        await self._leases.end(warrant.decode())
+        await self._leases.end(warrant)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         self._require_usable()
