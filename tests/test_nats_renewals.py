@@ -170,7 +170,7 @@ def test_the_end_of_a_lease_looks_at_what_was_written_since_it_was_granted() -> 
         lease = await holder.grant(TTL_S)
         mine = await holder.create("elections/e", b"", lease)
         await holder.enqueue("lines/e", b"", lease)
-        delivered = []
+        delivered: list[str] = []
         deliver = room.model._deliver
 
         def counting(consumer: Consumer, subject: str, stored: Stored, pending: int) -> None:
