@@ -7,6 +7,7 @@ in terminals are tested by `test_docs_stories.py`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import doctest
 import inspect
@@ -203,3 +204,34 @@ def test_options_of_stores_are_in_the_reference(scheme: str) -> None:
     heading = rf"^### .*`{re.escape(scheme)}`.*\n"
     section = re.split(heading, REFERENCE, maxsplit=1, flags=re.MULTILINE)[1].partition("\n#")[0]
     assert {*re.findall(r"[?&](\w+)=", section)} == known
+
+
+def texts_of_the_code() -> list[str]:
+    """Every string in the code, with … for what is filled in."""
+
+    def text(node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=str(value)):
+                return value
+            case ast.JoinedStr(values=values):
+                return "".join(map(text, values))
+        return "…"
+
+    return [
+        text(node)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]
+
+
+def test_messages_in_the_troubleshooting_exist() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert messages
+    texts = texts_of_the_code()
+    for message in messages:
+        parts = message.split("…")
+        longest, pattern = max(parts, key=len), ".*".join(map(re.escape, parts))
+        said = any(re.search(pattern, text) for text in texts if longest in text)
+        assert said, f"doyen does not say: {message}"
