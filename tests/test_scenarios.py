@@ -49,7 +49,7 @@ from mutants_shards import moved_too_much, unclaimed
 from mutants_zab import ForgetsCurrentEpoch
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts" / "scenarios"
-DOCUMENT = Path(__file__).parents[1] / "docs" / "lab.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "scenarios.md"
 
 WITH_TIMEOUTS = [
     *("five-servers", "restarted-cluster", "no-majority", "quorum-anomaly"),

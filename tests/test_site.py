@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree.ElementTree import fromstring
 
 import pytest
 
 import pictures
+import recording
 from doyen import TermState
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,29 @@ def test_every_page_is_in_the_contents_once() -> None:
 )
 def test_pictures_are_as_they_are_drawn(path: Path, drawn: str) -> None:
     assert path.read_text() == drawn, "run python tests/pictures.py"
+
+
+def test_the_recording_has_moving_rows_and_one_still() -> None:
+    shown = [(0.0, [(("a", ""),), (("one", "green"),)]), (1.0, [(("a", ""),), (("two", "dim"),)])]
+    rows = recording.rows_over_time(shown)
+    assert [(row.pieces[0][0], row.start_s, row.end_s) for row in rows] == [
+        ("one", 0.0, 1.0),
+        ("a", 0.0, recording.LASTS_S),
+        ("two", 1.0, recording.LASTS_S),
+    ]
+    drawn = fromstring(recording.svg(shown, still_s=0.5))
+    texts = [each for each in drawn.iter() if each.tag.endswith("text")]
+    still = ["".join(each.itertext()) for each in texts if each.get("visibility") == "visible"]
+    assert still == ["one", "a"]
+    assert sum(each.tag.endswith("animate") for each in drawn.iter()) == 2
+
+
+def test_the_recording_shows_what_its_keys_did() -> None:
+    drawn = "".join(fromstring(recording.PICTURE.read_text()).itertext())
+    for key, meaning in recording.KEYS.values():
+        assert f"pressed {key}: {meaning}" in drawn
+    for outcome in ("killed", "frozen", "asked to resign"):
+        assert re.search(rf"server\d {outcome}, server\d leads \(token \d+\) after", drawn)
 
 
 def test_the_picture_of_a_term_has_all_its_states() -> None:
