@@ -31,6 +31,8 @@ myst_heading_anchors = 4  # the anchors that GitHub generates
 myst_links_external_new_tab = False
 
 html_theme = "furo"
+_narrow = {"code-font-size": "75%"}  # code has up to 100 columns
+html_theme_options = {"light_css_variables": _narrow, "dark_css_variables": _narrow}
 html_title = f"doyen {release}"
 html_show_sourcelink = False
 html_copy_source = False
