@@ -83,8 +83,15 @@ def add_index(app: Any, failed: Exception | None) -> None:
         )
 
 
+def set_language(app: Any, name: str, template: str, context: dict[str, Any], doc: Any) -> None:
+    """Browsers choose fonts, and offer translations, by the language of a page."""
+    if name.startswith("docs/zh/") or name.endswith(".zh"):
+        context["language"] = "zh-Hans"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.add_lexer("crontab", BashLexer)
     app.connect("source-read", add_contents)
+    app.connect("html-page-context", set_language)
     app.connect("build-finished", add_index)

@@ -101,6 +101,9 @@ def test_the_site_has_every_page(site: Path) -> None:
     for page in (path.relative_to(ROOT).with_suffix(".html") for path in PAGES):
         assert (site / page).exists(), page
         assert str(page) == "README.html" or f'internal" href="{page}"' in first, page
+    assert 'lang="en"' in first
+    assert 'lang="zh-Hans"' in (site / "README.zh.html").read_text()
+    assert 'lang="zh-Hans"' in (site / "docs/zh/tutorial.html").read_text()
     assert 'url=README.html"' in (site / "index.html").read_text()
 
 
