@@ -40,7 +40,10 @@ def test_pictures_are_as_they_are_drawn(path: Path, drawn: str) -> None:
 
 
 def test_the_recording_has_moving_rows_and_one_still() -> None:
-    shown = [(0.0, [(("a", ""),), (("one", "green"),)]), (1.0, [(("a", ""),), (("two", "dim"),)])]
+    shown: list[recording.Frame] = [
+        (0.0, [(("a", ""),), (("one", "green"),)]),
+        (1.0, [(("a", ""),), (("two", "dim"),)]),
+    ]
     rows = recording.rows_over_time(shown)
     assert [(row.pieces[0][0], row.start_s, row.end_s) for row in rows] == [
         ("one", 0.0, 1.0),
