@@ -57,5 +57,5 @@ def test_every_file_is_used() -> None:
         for block in document:
             if block.file and not block.file.startswith("test_"):  # pytest finds those
                 module = block.file.removesuffix(".py")
-                uses = (f"python {block.file}", f"from {module} import")
+                uses = (f"python {block.file}", f"from {module} import", f"pytest {block.file}")
                 assert any(use in other.text for other in document for use in uses), block.where
