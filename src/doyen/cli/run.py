@@ -37,6 +37,7 @@ from doyen.events import (
     Waiting,
 )
 from doyen.events.log_lines import LogfmtLine, OutageEnded
+from doyen.events.service import ServiceManager
 from doyen.stores.choice import without_password
 from doyen.supervise import Supervisor
 
@@ -168,6 +169,8 @@ class _Run:
         if args.name == "":
             raise ConfigError("--name is empty: give a name, or leave the option out")
         self._store = choose_for(args)
+        # Before the environment of the command is copied, which has no part in this.
+        self._manager = ServiceManager.of_environment()
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
         self._supervisor = Supervisor(
             args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
@@ -175,13 +178,19 @@ class _Run:
         self._asked_to_end: signal.Signals | None = None
         self._forwarded: set[int] = set()
         self._code: int | None = None
+        self._session: doyen.Session | None = None
 
     async def main(self) -> int:
         args = self._args
         self._task = asyncio.current_task()
         self._catch_signals()
         self._state_store()
-        with _StderrReporter(as_json=args.json, verbose=args.verbose or args.json):
+        self._manager.tell(STATUS=f"connecting to {without_password(self._store.url)}")
+        watching = asyncio.create_task(self._manager.keep_watchdog(self._alive))
+        reporter = _StderrReporter(
+            as_json=args.json, verbose=args.verbose or args.json, manager=self._manager
+        )
+        with reporter:
             try:
                 async with (
                     self._supervisor,
@@ -195,13 +204,23 @@ class _Run:
                         frozen_after_s=args.frozen_after,
                     ) as session,
                 ):
+                    self._session = session
+                    # A candidate that waits is as it should be, so it is ready.
+                    self._manager.tell(READY=1, STATUS=f"campaigning for {args.election!r}")
                     return await self._campaign(session)
             except asyncio.CancelledError:
                 if self._asked_to_end is None:
                     raise
                 return 128 + self._asked_to_end
             finally:
+                watching.cancel()
+                self._manager.tell(STOPPING=1)
                 self._ignore_signals()
+
+    async def _alive(self) -> None:
+        """Returns if doyen's thread, which renews the lease, does its work."""
+        if self._session is not None:
+            await self._session._opened.runtime.do(asyncio.sleep(0))
 
     def _state_store(self) -> None:
         """State on standard error which store is used."""
@@ -274,6 +293,7 @@ class _Run:
                 return
             if signum in ENDING:
                 self._asked_to_end = signum
+                self._manager.tell(STOPPING=1, STATUS="waiting for the command to end")
             self._forwarded.add(signum)
             self._supervisor.forward(signum)
         elif signum in FATAL and self._asked_to_end is None and self._code is None:
@@ -294,8 +314,10 @@ class _StderrReporter(logging.Handler):
     restores it."""
     _before: ClassVar[tuple[int, bool]] = (logging.NOTSET, True)
 
-    def __init__(self, *, as_json: bool, verbose: bool) -> None:
+    def __init__(self, *, as_json: bool, verbose: bool, manager: ServiceManager) -> None:
         super().__init__(logging.DEBUG)
+        self._manager = manager
+        self._role = ""
         self._least = logging.DEBUG if verbose else logging.WARNING
         self._waits = False
         """It was said that the candidate waits."""
@@ -325,6 +347,8 @@ class _StderrReporter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         event: Record | None = getattr(record, "doyen", None)
+        if event is not None:
+            self._tell_status(event)
         if not self._is_shown(record.levelno, event):
             return
         if self._as_json:
@@ -332,6 +356,16 @@ class _StderrReporter(logging.Handler):
             self._loop.call_soon_threadsafe(_print, json.dumps(fields))
         elif text := _as_text(event) if event else _sentence(record):
             self._loop.call_soon_threadsafe(_print, f"doyen: {text}")
+
+    def _tell_status(self, record: Record) -> None:
+        """Tell the service manager what this candidate does."""
+        text = _as_text(record)
+        if isinstance(record.event, Waiting | Elected | Resigned | Lost) and text:
+            self._role = text
+        if isinstance(record.event, OutageEnded):
+            text = self._role
+        if text:
+            self._manager.tell(STATUS=text)
 
     def _is_shown(self, level: int, record: Record | None) -> bool:
         """Warnings, what the candidate waits for, and that it waits no longer; with `verbose` every

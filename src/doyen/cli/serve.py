@@ -26,6 +26,7 @@ from doyen.cli._output import Exit, add_option, print_json, seconds
 from doyen.errors import ConfigError
 from doyen.events.log_lines import iso_time, log_line
 from doyen.events.telemetry import FLUSH_S, DeliveryQueue
+from doyen.events.service import ServiceManager
 
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role
@@ -316,12 +317,14 @@ async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: 
     from doyen.quorum.node.server import NodeServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    node = settings.id
+    node, manager = settings.id, ServiceManager.of_environment()
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             os._exit(128 + number)
-        report(f"node {node} hands over leadership and stops", event="stopping", node=node)
+        words = f"node {node} hands over leadership and stops"
+        manager.tell(STOPPING=1, STATUS=words)
+        report(words, event="stopping", node=node)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -331,16 +334,22 @@ async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: 
     # short; a long one would delay heartbeats until the followers elect another leader.
     gc.collect()
     gc.freeze()
-    _report_roles(server, settings, report)
+    # A node that waits for a majority is as it should be, so it is ready.
+    manager.tell(READY=1, STATUS=f"node {node} listens")
+    _report_roles(server, settings, report, manager)
+    watching = asyncio.create_task(manager.keep_watchdog())
     try:
         await stop.wait()
     finally:
+        watching.cancel()
         await server.close()
     report(f"node {node} has stopped", event="stopped", node=node)
     return Exit.DONE
 
 
-def _report_roles(server: NodeServer, settings: NodeOptions, report: Report) -> None:
+def _report_roles(
+    server: NodeServer, settings: NodeOptions, report: Report, manager: ServiceManager
+) -> None:
     node, address = settings.id, settings.listen or settings.peers[settings.id]
     report(
         f"node {node} of cluster {settings.cluster} listens on {address};"
@@ -357,8 +366,10 @@ def _report_roles(server: NodeServer, settings: NodeOptions, report: Report) -> 
         known = f"the leader is {leader}" if leader else "it knows no leader"
         if node not in server.driver.membership.everyone:
             known = "it is not a member of the cluster and may be stopped"
+        words = f"node {node} is {role} in generation {generation}: {known}"
+        manager.tell(STATUS=words)
         report(
-            f"node {node} is {role} in generation {generation}: {known}",
+            words,
             event="role",
             node=node,
             role=str(role),

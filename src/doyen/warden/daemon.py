@@ -14,6 +14,7 @@ from pathlib import Path
 
 from doyen.errors import ConfigError
 from doyen.events.log_lines import log_line
+from doyen.events.service import ServiceManager
 from doyen.warden.child import name_this_process
 from doyen.warden.location import check_directory, places
 from doyen.warden.server import FINISH_S, Warden
@@ -28,6 +29,7 @@ async def serve() -> None:
     """Serve the sessions of this user until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
+    manager = ServiceManager.of_environment()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopped.set)
     name_this_process()
@@ -35,9 +37,9 @@ async def serve() -> None:
         warden = Warden()
         warden.listen(listener)
         log.info("%s", log_line(event="warden_listens", path=path, pid=os.getpid()))
-        _notify_service_manager("READY=1")
+        manager.tell(READY=1)
         await stopped.wait()
-        _notify_service_manager("STOPPING=1")
+        manager.tell(STOPPING=1)
         await warden.stop(FINISH_S)
 
 
@@ -98,17 +100,6 @@ def _place() -> Path:
         " unit that `doyen warden --unit` prints, or name a place in DOYEN_WARDEN, for this process"
         " and for those with sessions"
     )
-
-
-def _notify_service_manager(state: str) -> None:
-    """Report a change of state, as `sd_notify` does."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if address:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager,
-        ):
-            manager.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
 _SYSTEM_UNIT = """\
