@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -114,7 +115,12 @@ def test_a_manager_that_is_gone_or_does_not_read_harms_nobody(
     ]
     manager = Manager(f"{tmp_path}/full")
     busy = ServiceManager(manager.address)
-    telling = threading.Thread(target=lambda: [busy.tell(WATCHDOG=1) for _ in range(5000)])
+
+    def tell_often() -> None:
+        for _ in range(5000):
+            busy.tell(WATCHDOG=1)
+
+    telling = threading.Thread(target=tell_often)
     telling.start()
     telling.join(PATIENCE_S)
     assert not telling.is_alive()
@@ -155,11 +161,10 @@ def test_doyen_run_reports_its_state_and_keeps_the_watchdog(
         "DOYEN_STORE": f"sqlite://{tmp_path}/doyen.db",
     }
     environ.pop("WATCHDOG_PID", None)
-    script = "import os, sys; print(os.environ.get('NOTIFY_SOCKET'), flush=True); sys.stdin.read()"
+    script = "import os, signal; print(os.environ.get('NOTIFY_SOCKET'), flush=True); signal.pause()"
     process = subprocess.Popen(
         [*DOYEN, "run", "billing", "--", sys.executable, "-c", script],
         env=environ,
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -171,10 +176,12 @@ def test_doyen_run_reports_its_state_and_keeps_the_watchdog(
         assert status.startswith("leading 'billing', token ")
         manager.until("WATCHDOG")
         manager.until("WATCHDOG")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"
         process.terminate()
         manager.until("STOPPING")
-        printed, _ = process.communicate(timeout=PATIENCE_S)
-        assert printed == "None\n"
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.wait()

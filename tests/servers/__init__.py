@@ -15,6 +15,7 @@ from .consul import Consul, ConsulCluster
 from .etcd import Etcd, EtcdCluster
 from .fetch import Skipped, Unavailable
 from .galera import GaleraCluster, GaleraMember
+from .haproxy import HAProxy
 from .lan import Lan
 from .mariadb import MariaDB
 from .nats import Nats
@@ -33,6 +34,7 @@ __all__ = [
     "EtcdCluster",
     "GaleraCluster",
     "GaleraMember",
+    "HAProxy",
     "Lan",
     "MariaDB",
     "Nats",

@@ -55,6 +55,7 @@ COMMANDS = {
     "up": "start some candidates on this machine for a demonstration",
     "warden": "end the leases of this user's processes as soon as they die",
     "doctor": "check a store and a configuration: latency, margins, worst case, known problems",
+    "deploy": "print a ready-made file: systemd, supervisord, HAProxy, Docker",
     "metrics": "print a Grafana dashboard, or alert rules for Prometheus",
     "verify": "prove from audit logs that there were never two leaders at a time",
     "completion": "print the completion script for a shell",

@@ -63,6 +63,9 @@ and remains leader until then; the second kills it. SIGHUP, SIGQUIT, SIGUSR1, SI
 are always forwarded. A leader cannot be suspended: Ctrl-Z has no effect. The command has no
 controlling terminal.
 
+Under systemd (Type=notify) it reports that it campaigns, what it does, and that it is alive
+(WatchdogSec=); see doyen deploy.
+
 Standard output belongs to the command. doyen writes to standard error: which store it uses, whom it
 waits for, and warnings; with --json, one JSON object for each event.
 

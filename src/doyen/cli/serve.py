@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from doyen.cli._output import Exit, add_option, print_json, seconds
 from doyen.errors import ConfigError
 from doyen.events.log_lines import iso_time, log_line
-from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 from doyen.events.service import ServiceManager
+from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role
@@ -45,7 +45,8 @@ and add it again with an empty directory.
 Settings come from a TOML file (--config), from environment variables (DOYEN_NODE_ID,
 DOYEN_NODE_PEERS, …) and from options. Variables override the file, and options override both. On
 SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. Log
-lines go to standard error; with --json, changes are printed as JSON on standard output.
+lines go to standard error; with --json, changes are printed as JSON on standard output. Under
+systemd (Type=notify) the node reports that it listens, its role, and that it is alive.
 
 a configuration file:
   id = "n1"

@@ -1,0 +1,302 @@
+"""The files that `doyen deploy` prints, as systemd, supervisord, HAProxy and Docker read them."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+import doyen
+import servers
+from candidates import Capture
+from doyen.cli import deploy, main, parsers, serve
+from doyen.cli.deploy import FILES, deployment
+from doyen.stores.port import StoreURL
+from servers.systemd import verify_units
+from support import until_blocking
+
+FOLDER = Path(deploy.__file__).parent / "deployment"
+PROGRAM = "/usr/bin/doyen"
+PATIENCE_S = 60.0
+
+
+def accepted(words: list[str]) -> Any:
+    """What doyen understands by a command line, which it must accept."""
+    try:
+        return parsers(words[0])[0].parse_args(words)
+    except SystemExit:
+        pytest.fail(f"doyen does not accept {shlex.join(words)}")
+
+
+def test_the_files_are_listed_and_printed(capsys: Capture) -> None:
+    assert {path.name for path in FOLDER.iterdir()} == {*FILES}
+    assert main(["deploy"]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()] == [*FILES]
+    for name in FILES:
+        assert main(["deploy", name]) == 0
+        assert "@DOYEN@" not in capsys.readouterr().out
+    assert main(["deploy", "haproxy.cfg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == deployment("haproxy.cfg", PROGRAM)
+    assert main(["deploy", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)["files"]] == [*FILES]
+    with pytest.raises(doyen.ConfigError, match="has a space"):
+        deployment("supervisord.conf", "/a b/doyen")
+
+
+def test_units_are_what_systemd_accepts(tmp_path: Path) -> None:
+    units = []
+    for name, instance in (("doyen-run", "billing"), ("doyen-serve", "n1")):
+        text = deployment(f"{name}@.service", sys.executable)
+        (tmp_path / f"{name}@.service").write_text(text)
+        units.append(tmp_path / f"{name}@{instance}.service")
+        (tmp_path / f"bad-{name}@.service").write_text(text.replace("WatchdogSec", "Watchdog"))
+    assert verify_units(*units) == ""
+    for unit in units:
+        assert "Unknown key" in verify_units(unit.with_name(f"bad-{unit.name}"))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".service")])
+def test_units_start_what_doyen_accepts(name: str) -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(deployment(name, PROGRAM))
+    program, *words = shlex.split(unit["Service"]["ExecStart"].replace("$DOYEN_COMMAND", "work"))
+    assert program == PROGRAM
+    accepted(words)
+    assert unit["Service"]["Type"] == "notify"
+
+
+class Hosts:
+    """Two processes that campaign for `app`, with their ports."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ports = {name: servers.free_port() for name in ("app1", "app2")}
+        self.processes = {
+            name: subprocess.Popen([sys.executable, "tests/balanced.py", url, name, str(port)])
+            for name, port in self.ports.items()
+        }
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def hosts(store: str) -> Iterator[Hosts]:
+    hosts = Hosts(store)
+    yield hosts
+    hosts.close()
+
+
+def test_haproxy_follows_the_leader(hosts: Hosts) -> None:
+    """It is killed, and the requests go to the next one; it is frozen, and they go to the first."""
+    lines = deployment("haproxy.cfg", PROGRAM)
+    lines = re.sub(r"\n    server app\d .*", "", lines)
+    for name, port in hosts.ports.items():
+        lines += f"    server {name} 127.0.0.1:{port}\n"
+    with (
+        doyen.connect_blocking(hosts.url) as session,
+        servers.HAProxy(lines.replace("500ms", "50ms")) as haproxy,
+    ):
+
+        def served_by() -> str | None:
+            try:
+                with urlopen(haproxy.url, timeout=10) as answer:
+                    return str(answer.read().decode())
+            except OSError:
+                return None
+
+        def leader() -> str | None:
+            found = session.leader("app")
+            return found.name if found else None
+
+        until_blocking(lambda: leader() is not None and served_by() == leader())
+        first = leader()
+        assert first is not None
+        until_blocking(lambda: len(session.line("app")) == 2)
+        hosts.processes[first].kill()
+        until_blocking(lambda: leader() not in (None, first) and served_by() == leader())
+
+
+def test_supervisord_runs_the_command_at_the_leader(tmp_path: Path, store: str) -> None:
+    """Two programs as on two hosts: one works. Its doyen is killed: the other works, and the first
+    is started again, as a candidate. A program that is stopped hands over."""
+    work = tmp_path / "work.py"
+    work.write_text(
+        "import os, signal; print(os.environ['DOYEN_NAME'], flush=True); signal.pause()"
+    )
+    shown = configparser.RawConfigParser()
+    shown.read_string(deployment("supervisord.conf", PROGRAM))
+    [section] = shown.sections()
+    words = shlex.split(shown[section]["command"])
+    assert accepted(words[1:]).command == ["/usr/bin/python3", "/srv/app/worker.py"]
+    lines = [
+        f"[supervisord]\nnodaemon=true\nlogfile={tmp_path}/log\npidfile={tmp_path}/pid",
+        f"childlogdir={tmp_path}\nuser={'root' if os.getuid() == 0 else ''}".removesuffix(
+            "\nuser="
+        ),
+        f"[unix_http_server]\nfile={tmp_path}/socket",
+        "[rpcinterface:supervisor]",
+        "supervisor.rpcinterface_factory=supervisor.rpcinterface:make_main_rpcinterface",
+        f"[supervisorctl]\nserverurl=unix://{tmp_path}/socket",
+    ]
+    command = [sys.executable, "-m", "doyen", "run", "billing"]
+    for name in ("host1", "host2"):
+        settings = dict(shown[section])
+        whole = [*command, "--name", name, "--", sys.executable, str(work)]
+        settings["command"] = shlex.join(whole)
+        settings["environment"] = f'DOYEN_STORE="{store}",DOYEN_REQUIRE_STORE="1"'
+        lines += [f"[program:{name}]", *(f"{key}={value}" for key, value in settings.items())]
+    (tmp_path / "supervisord.conf").write_text("\n".join(lines))
+    python = [sys.executable, "-W", "ignore", "-m"]
+    conf = ["-c", str(tmp_path / "supervisord.conf")]
+    supervisord = subprocess.Popen(
+        [*python, "supervisor.supervisord", *conf], stdout=subprocess.DEVNULL
+    )
+
+    def control(*words: str) -> str:
+        result = subprocess.run(
+            [*python, "supervisor.supervisorctl", *conf, *words],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        return result.stdout
+
+    try:
+        with doyen.connect_blocking(store) as session:
+
+            def line() -> list[str]:
+                return [each.name for each in session.line("billing")]
+
+            until_blocking(lambda: len(line()) == 2)
+            first, second = line()
+            found = re.search(rf"{first}\s+RUNNING\s+pid (\d+)", control("status"))
+            assert found is not None
+            os.kill(int(found[1]), signal.SIGKILL)
+            until_blocking(lambda: line() == [second, first])
+            control("stop", second)
+            until_blocking(lambda: line() == [first])
+    finally:
+        supervisord.terminate()
+        supervisord.wait(PATIENCE_S)
+
+
+def compose() -> Any:
+    return yaml.safe_load(deployment("compose.yaml", PROGRAM))
+
+
+def test_compose_refers_to_what_exists() -> None:
+    file = compose()
+    services = file["services"]
+    assert {*file} - {"x-node", "x-settings"} == {"services", "volumes", "secrets"}
+    peers = serve.read_peers(services["n1"]["environment"]["DOYEN_NODE_PEERS"])
+    assert peers == {name: f"{name}:7400" for name in services if name != "worker"}
+    for name, service in services.items():
+        assert {*service.get("depends_on", [])} <= {*services}
+        assert {*service["secrets"]} <= {*file["secrets"]}
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in file["volumes"]
+        environ = service["environment"]
+        assert all(isinstance(value, str) for value in environ.values())
+        for value in environ.values():
+            for secret in re.findall("/run/secrets/(\\w+)", value):
+                assert secret in service["secrets"]
+        if name == "worker":
+            args = accepted(service["command"])
+            assert args.command == ["sleep", "infinity"]
+            url = StoreURL.parse(environ["DOYEN_STORE"])
+            assert url.parts.netloc == ",".join(peers.values())
+        else:
+            serve._check_variables(environ)
+            assert environ["DOYEN_NODE_ID"] == name
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = deployment("Dockerfile", PROGRAM).replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_the_dockerfile_starts_a_node() -> None:
+    found = dict(instructions())
+    entry, command = json.loads(found["ENTRYPOINT"]), json.loads(found["CMD"])
+    assert entry == ["doyen"]
+    environ = dict(each.split("=", 1) for each in found["ENV"].split())
+    peers = {"DOYEN_NODE_ID": "n1", "DOYEN_NODE_PEERS": "n1=n1:7400"}
+    assert (
+        serve.options(vars(accepted(command)), {**environ, **peers})["data_dir"] == found["VOLUME"]
+    )
+    assert environ["DOYEN_NODE_LISTEN"].endswith(f":{found['EXPOSE']}")
+    assert found["USER"] == "doyen"
+    assert found["STOPSIGNAL"] == "SIGTERM"
+    extras = re.search(r"doyen\[(.*)\]", found["ARG"])
+    assert extras is not None
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    assert all(f"\n{extra} = [" in project.read_text() for extra in extras[1].split(","))
+
+
+@contextmanager
+def composed(folder: Path) -> Iterator[list[int]]:
+    """The nodes of the compose file as processes of this machine, with their ports."""
+    services = compose()["services"]
+    image = dict(each.split("=", 1) for each in dict(instructions())["ENV"].split())
+    ports = {name: servers.free_port() for name in services if name != "worker"}
+    for secret in ("peers", "clients"):
+        (folder / secret).write_text(f"a long random secret of {secret}")
+    processes = []
+    for name, port in ports.items():
+        environ = {**image, **services[name]["environment"]}
+        environ["DOYEN_NODE_LISTEN"] = f"127.0.0.1:{port}"
+        environ["DOYEN_NODE_DATA_DIR"] = str(folder / name)
+        for other, its_port in ports.items():
+            environ["DOYEN_NODE_PEERS"] = environ["DOYEN_NODE_PEERS"].replace(
+                f"={other}:7400", f"=127.0.0.1:{its_port}"
+            )
+        placed = {key: value.replace("/run/secrets", str(folder)) for key, value in environ.items()}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "doyen", "serve"],
+                env={**os.environ, **placed},
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    try:
+        yield [*ports.values()]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.chaos("quorum")
+def test_the_nodes_of_the_compose_file_form_a_quorum(tmp_path: Path) -> None:
+    with composed(tmp_path) as ports:
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        url = f"doyen://{hosts}?secret_file={tmp_path}/clients"
+        check = json.loads(dict(instructions())["HEALTHCHECK"].partition("CMD ")[2])
+        with (
+            doyen.connect_blocking(url, wait_s=PATIENCE_S) as session,
+            session.campaign("billing", name="worker"),
+        ):
+            leader = session.leader("billing")
+            assert leader is not None
+            assert leader.name == "worker"
+        code = check[2].replace("7400", str(ports[0]))
+        assert subprocess.run([sys.executable, *check[1:2], code]).returncode == 0
