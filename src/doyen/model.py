@@ -480,6 +480,11 @@ def trail_key(election: str) -> str:
     return f"trails/{key_segment(election)}"
 
 
+def run_key(election: str) -> str:
+    """The document with the result of the last run of work that is due once in a while."""
+    return f"runs/{key_segment(election)}"
+
+
 def order_key(name: str, kind: Kind = "elections") -> str:
     return f"{leader_key(name, kind)}/order"
 

@@ -207,6 +207,22 @@ def _cancel_when_unread(following: asyncio.Future[None]) -> asyncio.Event:
     return unread
 
 
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.0417), duration(75), duration(93784)
+    ('42 ms', '1 m 15 s', '1 d 2 h')
+    """
+    if seconds < 10:
+        return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    whole = int(seconds)
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, whole = divmod(whole, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
 def add_option(
     parser: argparse.ArgumentParser, spec: str, text: str, default: str | None = None, **more: Any
 ) -> None:

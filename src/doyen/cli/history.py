@@ -14,6 +14,7 @@ from doyen.cli._output import (
     add_election_arguments,
     add_option,
     console,
+    duration,
     kind_of,
     print_json,
     printable,
@@ -114,8 +115,8 @@ def view(election: str, terms: Sequence[PastTerm]) -> View:
                 str(term.token),
                 when(term.since),
                 when(term.until),
-                "" if term.until is None else _duration(term.until - term.since),
-                "" if gap_s is None else _duration(gap_s),
+                "" if term.until is None else duration(term.until - term.since),
+                "" if gap_s is None else duration(gap_s),
                 _end(term),
             ]
         )
@@ -132,19 +133,3 @@ def _end(term: PastTerm) -> str:
     if not term.end:
         return "not recorded"
     return f"{term.end}: {printable(term.reason)}" if term.reason else term.end
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(0.0417), _duration(75), _duration(93784)
-    ('42 ms', '1 m 15 s', '1 d 2 h')
-    """
-    if seconds < 10:
-        return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-    whole = int(seconds)
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, whole = divmod(whole, size)
-        if count or parts:
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])

@@ -17,13 +17,14 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from itertools import takewhile
 from types import TracebackType
 from typing import ClassVar
 
 import doyen
-from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for
+from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for, duration
 from doyen.errors import ConfigError, LeadershipLost
 from doyen.events import (
     Elected,
@@ -40,6 +41,7 @@ from doyen.events.log_lines import LogfmtLine, OutageEnded
 from doyen.events.service import ServiceManager
 from doyen.stores.choice import without_password
 from doyen.supervise import Supervisor
+from doyen.supervise.once import RunResult, run_once
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 """The first of these signals is forwarded to the command; the second kills the command."""
@@ -69,6 +71,10 @@ Under systemd (Type=notify) it reports that it campaigns, what it does, and that
 Standard output belongs to the command. doyen writes to standard error: which store it uses, whom it
 waits for, and warnings; with --json, one JSON object for each event.
 
+With --once-in, for cron: all hosts run the same line. The leader runs the command, and the others
+wait and return the exit code of that run, unless it began longer ago than the given time. A command
+whose host crashed, or that was stopped, is run again by the next leader.
+
 exit codes:
   the command's own, or 128 + the number of the signal that ended it
   75   not elected within --wait; or leadership lost, with --once
@@ -82,6 +88,8 @@ examples:
   doyen run billing --store sqlite:///var/lib/app/doyen.db -- python worker.py
   # give up if not elected within a minute
   doyen run billing --wait 60 --once -- ./worker --verbose
+  # in the crontab of every host: the job runs once a night, and all of them return its exit code
+  doyen run nightly --once-in 12h --wait 2h -- ./nightly
   # ahead of others in line; restarted whenever it ends; with an audit log
   doyen run billing --priority 10 --restart --audit billing.jsonl -- ./worker
 """
@@ -106,6 +114,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     wait = "how long to wait for a store that cannot be reached at first"
     add_option(parser, "--store-wait TIME", wait, "0")
     add_option(parser, "--once", "end after a loss instead of campaigning again")
+    seldom = "run the command at most once in this time, on whichever host: see below"
+    add_option(parser, "--once-in TIME", f"{seldom} (default: no limit)")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     frozen = "have a frozen doyen killed after this time; the command ends too (default: never)"
     add_option(parser, "--frozen-after TIME", frozen)
@@ -171,6 +181,8 @@ class _Run:
         self._args = args
         if args.name == "":
             raise ConfigError("--name is empty: give a name, or leave the option out")
+        if args.once_in is not None and args.restart:
+            raise ConfigError("--once-in and --restart contradict each other: leave one out")
         self._store = choose_for(args)
         # Before the environment of the command is copied, which has no part in this.
         self._manager = ServiceManager.of_environment()
@@ -246,7 +258,7 @@ class _Run:
                     cooldown_s=args.cooldown,
                     wait_s=args.wait,
                 ) as term:
-                    self._code = await self._lead(term)
+                    self._code = await self._lead_once(session, term)
             except LeadershipLost:
                 # If the command had already ended by itself, its exit code counts.
                 if self._code is None and self._asked_to_end is not None:
@@ -255,6 +267,34 @@ class _Run:
                     raise
             if self._code is not None:
                 return self._code
+
+    async def _lead_once(self, session: doyen.Session, term: doyen.Term) -> int:
+        """Run the command, unless its result is known."""
+        if self._args.once_in is None:
+            return await self._lead(term)
+
+        async def work() -> int | None:
+            code = self._code = await self._lead(term)
+            # A command that was stopped has no result.
+            return None if self._asked_to_end or code - 128 in self._forwarded else code
+
+        result = await run_once(session, term, within_s=self._args.once_in, work=work)
+        if self._code is None:
+            assert result is not None
+            self._state_result(result)
+            return result.code
+        return self._code
+
+    def _state_result(self, result: RunResult) -> None:
+        if self._args.json:
+            fields = {"event": "has_run", "election": self._args.election, **result._asdict()}
+            _print(json.dumps(fields))
+        else:
+            ago_s = max(0.0, time.time() - result.began)
+            _print(
+                f"doyen: {result.name!r} has run it {duration(ago_s)} ago, for"
+                f" {duration(result.ended - result.began)}, with exit code {result.code}"
+            )
 
     async def _lead(self, term: doyen.Term) -> int:
         loop = asyncio.get_running_loop()
