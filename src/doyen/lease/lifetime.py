@@ -43,7 +43,7 @@ from doyen.lease.runtime import ThreadRuntime
 from doyen.term import Term
 from doyen.term import forked as term_forked
 
-__all__ = ["body_begins", "body_ended", "track", "untrack"]
+__all__ = ["body_begins", "body_ended", "ends_process", "track", "untrack"]
 
 ENDING = "the process is ending"
 WORKERS_PAUSE_S = 0.002
@@ -87,6 +87,11 @@ def track(core: SessionCore, *, release_at_exit: bool, on_loop: bool) -> None:
         _released[core] = on_loop and on_main_thread
         if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
+
+
+def ends_process(handler: object) -> bool:
+    """Whether this handler of SIGTERM is the default, or the one of this module in its place."""
+    return handler is signal.SIG_DFL or handler is _terminate
 
 
 def untrack(core: SessionCore) -> None:

@@ -1,0 +1,141 @@
+"""Django: its commands run in the leader only, on the store that the settings name."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import django
+import pytest
+from django.core.management import call_command, load_command_class
+from django.core.management.base import CommandError
+
+from doyen.errors import ConfigError
+from doyen.integrations.django import connect
+from doyen.integrations.django.databases import database_url
+from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+
+DJANGO = [sys.executable, "-m", "django"]
+LEAD = [*DJANGO, "lead", "--store-wait", "10s", "e", "work", "--note", "payments"]
+
+
+def crew(folder: Path, count: int = 3, **environ: str) -> Crew:
+    made = Crew(folder, LEAD, count, DJANGO_SETTINGS_MODULE="django_site.settings", **environ)
+    made.environ["DATABASE"] = str(folder / "db.sqlite3")
+    made.database = folder / "db.sqlite3.doyen"
+    return made
+
+
+def test_commands_are_led_by_one_process_that_is_terminated_and_killed(tmp_path: Path) -> None:
+    with crew(tmp_path) as processes:
+        term = processes.next_term()
+        took_s, after = processes.hand_over(term)
+        assert took_s < PROMPT_S
+        assert processes.ended_before(term, after)
+        terminated = next(each for each in processes.processes if each.pid == term.pid)
+        assert terminated.wait(20) == 128 + signal.SIGTERM
+        processes.signal(after, signal.SIGKILL)
+        processes.next_term(after)
+        processes.judge()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project, in this process. Returns the database of its store."""
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "django_site.settings")
+    monkeypatch.delenv("DOYEN_STORE", raising=False)
+    django.setup()
+    database = tmp_path / "db.sqlite3.doyen"
+    monkeypatch.setattr("django.conf.settings.DOYEN", {"store": f"sqlite://{database}"})
+    return database
+
+
+def test_a_command_that_returns_ends_the_campaign(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGURG)
+    call_command("lead", "--ttl", "10s", "--name", "me", "e", "diffsettings", "--all")
+    assert "ROOT_URLCONF = 'django_site.urls'" in capsys.readouterr().out
+    with connect() as session:
+        assert [term.name for term in session.history("e")] == ["me"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGURG)) == handlers
+
+
+def test_mistakes_are_reported_before_the_election(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call_command("lead", "e", "wrk")
+    assert "Did you mean work?" in capsys.readouterr().err
+    with pytest.raises(CommandError, match="'soon' is not a duration"):
+        call_command("lead", "--ttl", "soon", "e", "check")
+    with pytest.raises(CommandError, match="priority is a 32-bit integer"):
+        call_command("lead", "--priority", str(2**40), "e", "check")
+    assert not site.exists()
+
+
+def test_the_command_line_of_doyen_gets_the_store_of_the_settings(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed: list[Any] = []
+    monkeypatch.setattr("os.execve", lambda *given: executed.append(given))
+    load_command_class("doyen.integrations.django", "doyen").run_from_argv(
+        ["manage.py", "doyen", "leader", "e"]
+    )
+    ((_, command, environ),) = executed
+    assert command[1:] == ["-m", "doyen", "leader", "e"]
+    assert environ["DOYEN_STORE"] == f"sqlite://{site}"
+
+
+@pytest.mark.chaos(engine="sqlite")
+def test_commands_on_processes_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
+    with crew(tmp_path, 4, TTL_S=TRIAL_TTL_S) as processes:
+        processes.trouble(rounds=12)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "database", "url"),
+    [
+        (
+            "postgresql",
+            {"NAME": "a b", "USER": "me@x", "PASSWORD": "p:/", "HOST": "h1", "PORT": 5433},
+            "postgresql://me%40x:p%3A%2F@h1:5433/a%20b",
+        ),
+        ("postgresql", {"NAME": "a", "HOST": "/run/pg"}, "postgresql://%2Frun%2Fpg/a"),
+        ("postgresql", {"NAME": "a", "HOST": "::1"}, "postgresql://[::1]/a"),
+        (
+            "postgresql",
+            {"NAME": "a", "HOST": "h", "OPTIONS": {"sslmode": "verify-full", "pool": True}},
+            "postgresql://h/a?sslmode=verify-full",
+        ),
+        (
+            "mysql",
+            {"NAME": "a", "HOST": "h", "USER": "u", "OPTIONS": {"ssl": {"ca": "/etc/ca.pem"}}},
+            "mysql://u@h/a?tls=true&ca=/etc/ca.pem",
+        ),
+        ("mysql", {"NAME": "a", "USER": "u"}, "mysql://u@localhost/a"),
+        ("sqlite", {"NAME": Path("/var/db.sqlite3")}, "sqlite:///var/db.sqlite3.doyen"),
+    ],
+)
+def test_the_store_is_in_the_database_of_django(
+    vendor: str, database: dict[str, Any], url: str
+) -> None:
+    assert database_url(vendor, database) == url
+
+
+@pytest.mark.parametrize(
+    ("vendor", "database", "why"),
+    [
+        ("oracle", {"NAME": "a"}, "no store in a database of oracle"),
+        ("sqlite", {"NAME": ":memory:"}, "in memory"),
+        ("mysql", {"NAME": "a", "HOST": "/run/mysqld.sock"}, "has a socket"),
+        ("postgresql", {"OPTIONS": {"service": "app"}}, "service file"),
+    ],
+)
+def test_a_database_without_a_store_is_refused(
+    vendor: str, database: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{why}.*DOYEN_STORE"):
+        database_url(vendor, database)
