@@ -527,7 +527,7 @@ def while_leader(
     it, the environment names the store, as for `connect`. Options are those of `connect` and of
     `campaign`; since `wait_s` is that of the campaign, that of `connect` is `connect_wait_s`.
     """
-    of_session, of_campaign = _divided(election, options)
+    of_session, of_campaign = divided_options(election, options)
 
     def url() -> str | None:
         return store() if callable(store) else store
@@ -555,7 +555,9 @@ def while_leader(
     return decorate
 
 
-def _divided(election: str, options: WhileLeaderOptions) -> tuple[ConnectOptions, CampaignOptions]:
+def divided_options(
+    election: str, options: WhileLeaderOptions
+) -> tuple[ConnectOptions, CampaignOptions]:
     """The options of the session and those of the campaign, checked."""
     known = WhileLeaderOptions.__optional_keys__
     of_session: dict[str, Any] = {}

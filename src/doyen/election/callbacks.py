@@ -268,6 +268,7 @@ class CandidateThread:
         self._seen = threading.Event()
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
+        self._raised = False
 
     @property
     def term(self) -> Term | None:
@@ -279,6 +280,11 @@ class CandidateThread:
         """Whether this candidate may rely on being the leader. Any thread, never blocks."""
         term = self._term
         return term is not None and term.valid
+
+    @property
+    def failure(self) -> Exception | None:
+        """What has ended this candidate, such as an unusable store. `close` raises it."""
+        return self._error
 
     def open(self) -> CandidateThread:
         """Begin to campaign, in the background. Pair it with `close`."""
@@ -311,9 +317,9 @@ class CandidateThread:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._error is not None and not self._raised:
+            self._raised = True
+            raise self._error
 
     def __enter__(self) -> CandidateThread:
         return self.open()

@@ -1,5 +1,9 @@
-"""doyen in web applications: requests are served by the leader, and forwarded to it by the others.
+"""doyen in web applications and other frameworks.
 
-`forwarding` decides, without I/O. `asgi` and `wsgi` carry it out; they need the extra `forward`.
-`starlette` is the lifespan, the tasks and the dependency of applications of Starlette and FastAPI.
+`forwarding` decides, without I/O, which process serves a request; `asgi` and `wsgi` carry it out,
+and need the extra `forward`. Each framework has a module. Three mechanisms serve them:
+
+- `starlette` campaigns on the event loop of an application.
+- `background` campaigns on threads: `flask`, with the hooks of `gunicorn`, and `apscheduler`.
+- `programs` runs a program on the main thread of the leader: `django` and `click`.
 """

@@ -31,9 +31,9 @@ import inspect
 import logging
 import os
 import signal
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Literal, TypeVar, Unpack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Literal, TypeVar, Unpack
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -44,6 +44,7 @@ from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.errors import ConfigError, LeadershipLost, SessionClosed, StaleToken
 from doyen.events.log_lines import log_line
 from doyen.integrations.forwarding import LeaderView
+from doyen.integrations.signals import release_on_sigterm
 from doyen.session import Session, connect
 from doyen.term import Term
 
@@ -157,10 +158,11 @@ class Leadership:
         async with session, self.view.following(session):
             self._session, self.failure, self._ending = session, None, False
             campaigning = asyncio.create_task(self._campaign(session))
+            restore = release_on_sigterm(server_handler, partial(self._end_soon, campaigning))
             try:
-                with self._released_on_sigterm(server_handler, campaigning):
-                    yield
+                yield
             finally:
+                restore()
                 self._end(campaigning)
                 try:
                     await asyncio.wait({campaigning})
@@ -169,6 +171,11 @@ class Leadership:
                     self._session = None
         if self.failure is not None:
             raise self.failure
+
+    def _end_soon(self, campaigning: asyncio.Task[None]) -> None:
+        """In a signal handler."""
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            campaigning.get_loop().call_soon_threadsafe(self._end, campaigning)
 
     def _end(self, campaigning: asyncio.Task[None]) -> None:
         if not self._ending:  # a second cancellation could interrupt how the tasks stop
@@ -211,30 +218,6 @@ class Leadership:
                 raise
         if failures:
             raise failures[0]
-
-    @contextlib.contextmanager
-    def _released_on_sigterm(
-        self, server_handler: Any, campaigning: asyncio.Task[None]
-    ) -> Iterator[None]:
-        """Release at once on SIGTERM, if the server has a handler that waits for requests first.
-        Without a handler, that is the business of `doyen.lease.lifetime`."""
-        main = threading.current_thread() is threading.main_thread()
-        if not main or not callable(server_handler):
-            yield
-            return
-        loop = asyncio.get_running_loop()
-
-        def release_first(signum: int, frame: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(self._end, campaigning)
-            server_handler(signum, frame)
-
-        signal.signal(signal.SIGTERM, release_first)
-        try:
-            yield
-        finally:
-            if signal.getsignal(signal.SIGTERM) is release_first:
-                signal.signal(signal.SIGTERM, server_handler)
 
 
 async def _run(task: LeaderTask, term: Term) -> None:

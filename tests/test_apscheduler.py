@@ -1,0 +1,143 @@
+"""APScheduler: jobs run in the leader only, and are finished before the next one leads."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apscheduler.schedulers.background import BackgroundScheduler
+
+from doyen.errors import ConfigError
+from doyen.integrations import apscheduler as integration
+from doyen.integrations.apscheduler import Leadership
+from framework_crew import PROMPT_S, TESTS, TRIAL_TTL_S, Crew
+from support import until_blocking
+
+PROGRAM = [sys.executable, str(TESTS / "apscheduler_program.py")]
+
+
+def test_schedulers_that_are_terminated_and_killed(tmp_path: Path) -> None:
+    with Crew(tmp_path, PROGRAM) as processes:
+        term = processes.next_term()
+        took_s, after = processes.hand_over(term)
+        assert took_s < PROMPT_S
+        processes.signal(after, signal.SIGKILL)
+        processes.next_term(after)
+        processes.judge()
+
+
+@pytest.mark.chaos(engine="sqlite")
+def test_schedulers_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
+    with Crew(tmp_path, PROGRAM, 4, TTL_S=TRIAL_TTL_S) as processes:
+        processes.trouble(rounds=12)
+
+
+Make = Callable[..., tuple[Leadership, BackgroundScheduler]]
+
+
+@pytest.fixture
+def make(store: str) -> Iterator[Make]:
+    made: list[BackgroundScheduler] = []
+
+    def make(**options: Any) -> tuple[Leadership, BackgroundScheduler]:
+        made.append(BackgroundScheduler())
+        return Leadership(made[-1], "e", store, **options), made[-1]
+
+    yield make
+    for scheduler in made:
+        if scheduler.running:
+            scheduler.shutdown()
+
+
+def handed_over(make: Make) -> list[str]:
+    """Have a leader with a running job hand over to another. Returns what happened."""
+    happened: list[str] = []
+    (first, jobs), (second, others) = make(name="first"), make(name="second")
+    running = threading.Event()
+
+    def slow() -> None:
+        running.set()
+        until_blocking(lambda: not first.leads)
+        threading.Event().wait(0.1)
+        happened.append("the first job has ended")
+
+    jobs.add_job(slow)
+    others.add_job(lambda: happened.append("the second job runs"), "interval", seconds=0.02)
+    first.start()
+    assert running.wait(20)
+    second.start()
+    until_blocking(lambda: len(second.session.line("e")) == 2)
+    assert not happened
+    first.session.resign("e")
+    until_blocking(lambda: len({*happened}) == 2)
+    return [*dict.fromkeys(happened)]
+
+
+def test_a_running_job_is_finished_before_the_next_one_leads(make: Make) -> None:
+    assert handed_over(make) == ["the first job has ended", "the second job runs"]
+
+
+def test_the_test_above_notices_if_nobody_waits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration._Jobs, "_running", lambda _: False)
+    assert handed_over(make) == ["the second job runs", "the first job has ended"]
+
+
+def taken_over(make: Make) -> list[str]:
+    """Have a process take over with a job that was due before. Returns what it ran."""
+    (first, jobs), (second, others) = make(), make()
+    ran: list[str] = []
+    for scheduler, name in ((jobs, "first"), (others, "second")):
+        options: Any = {"args": [name], "id": "hourly", "misfire_grace_time": None}
+        scheduler.add_job(ran.append, "interval", hours=1, **options)
+        scheduler.add_job(ran.append, args=[f"{name} once"], misfire_grace_time=None)
+    first.start()
+    until_blocking(lambda: "first once" in ran)
+    second.start()
+    until_blocking(lambda: len(second.session.line("e")) == 2)
+    job = others.get_job("hourly")
+    job.modify(next_run_time=job.next_run_time - timedelta(hours=1))  # when another led
+    first.close()
+    until_blocking(lambda: "second once" in ran)
+    others.shutdown()
+    return [each for each in ran if each.startswith("second")]
+
+
+def test_runs_that_were_due_before_the_election_are_left_out(make: Make) -> None:
+    assert taken_over(make) == ["second once"]
+
+
+def test_the_test_above_notices_if_they_are_not(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration._Jobs, "_leave_out_earlier_runs", lambda _: None)
+    assert sorted(taken_over(make)) == ["second", "second once"]
+
+
+def test_a_scheduler_that_is_started_without_its_leadership_is_paused(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader, scheduler = make()
+    ran: list[int] = []
+    scheduler.add_job(ran.append, "interval", seconds=0.01, args=[1])
+    with caplog.at_level(logging.ERROR, logger="doyen"):
+        scheduler.start()
+        until_blocking(lambda: "call leader.start()" in caplog.text)
+    scheduler.shutdown()
+    assert not ran
+    assert not leader.leads
+
+
+def test_a_store_that_cannot_be_used_starts_nothing() -> None:
+    scheduler = BackgroundScheduler()
+    with pytest.raises(ConfigError):
+        Leadership(scheduler, "e", "nonsense://").start()
+    assert not scheduler.running

@@ -1,0 +1,109 @@
+"""Flask: the workers of gunicorn campaign, and the leader's views are served by it alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flask import Flask
+
+import doyen
+from doyen import Term
+from doyen.integrations.flask import Leadership
+from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from support import until_blocking
+
+GUNICORN = [sys.executable, "-m", "gunicorn", "--config", "python:gunicorn_hooks"]
+
+
+def crew(folder: Path, *options: str, **environ: str) -> Crew:
+    """One gunicorn with three workers."""
+    bind = ["--bind", f"unix:{folder}/socket", "--log-level", "critical"]
+    return Crew(folder, [*GUNICORN, *bind, *options, "flask_app:app"], 1, **environ)
+
+
+def test_workers_that_are_terminated_and_killed(tmp_path: Path) -> None:
+    with crew(tmp_path, "--preload") as workers:
+        term = workers.next_term()
+        took_s, after = workers.hand_over(term)
+        assert took_s < PROMPT_S
+        assert workers.ended_before(term, after)
+        workers.signal(after, signal.SIGKILL)
+        last = workers.next_term(after)
+        (master,) = workers.processes
+        assert master.pid not in {line.pid for line in workers.lines}
+        opened = [os.readlink(each) for each in Path(f"/proc/{master.pid}/fd").iterdir()]
+        assert not [each for each in opened if str(workers.database) in each]
+        workers.judge()
+        master.terminate()
+        assert master.wait(60) == 0
+        assert workers.lines[-1][:3] == ("end", *last[1:3])
+
+
+@pytest.mark.chaos(engine="sqlite")
+@pytest.mark.parametrize("options", [["--preload"], ["--threads", "4"]])
+def test_workers_that_are_frozen_killed_and_terminated(tmp_path: Path, options: list[str]) -> None:
+    with crew(tmp_path, *options, TTL_S=TRIAL_TTL_S) as workers:
+        workers.trouble(rounds=12)
+
+
+@pytest.fixture
+def leader(store: str) -> Iterator[Leadership]:
+    made = Leadership("e", store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def app(leader: Leadership) -> Flask:
+    app = Flask(__name__)
+    leader.init_app(app)
+
+    @app.get("/token")
+    @leader.required
+    def token() -> str:
+        return str(leader().token)
+
+    app.add_url_rule("/healthz", view_func=leader.health)
+    return app
+
+
+def test_the_first_request_opens_and_the_leader_answers(app: Flask, leader: Leadership) -> None:
+    client = app.test_client()
+    assert client.get("/healthz").status_code == 200
+    assert leader.wait(20)
+    assert leader.term is not None
+    assert client.get("/token").text == str(leader.term.token)
+
+
+def test_others_answer_503(app: Flask, leader: Leadership, store: str) -> None:
+    with doyen.connect_blocking(store) as session, session.campaign("e"):
+        response = app.test_client().get("/token")
+        assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+        assert "not executed" in response.text
+
+
+def test_a_failed_task_is_not_healthy(app: Flask, leader: Leadership) -> None:
+    @leader.task
+    def fail(term: Term) -> None:
+        raise ValueError("wrong")
+
+    client = app.test_client()
+    client.get("/healthz")
+    until_blocking(lambda: leader.failure)
+    response = client.get("/healthz")
+    assert (response.status_code, "ValueError" in response.text) == (503, True)
+
+
+def test_gunicorn_without_the_hooks_is_told(
+    app: Flask, leader: Leadership, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="doyen"):
+        for _ in range(2):
+            app.test_client().get("/healthz", environ_base={"SERVER_SOFTWARE": "gunicorn/27.0.0"})
+    until_blocking(lambda: caplog.text.count("campaign_begins_late") == 1)
