@@ -80,7 +80,7 @@ class Line(NamedTuple):
 class Crew:
     """Processes that run one command each, on one store."""
 
-    def __init__(self, folder: Path, command: list[str], count: int = 3, **environ: str) -> None:
+    def __init__(self, folder: Path, command: list[str], count: int = 2, **environ: str) -> None:
         self.ledger = folder / "ledger"
         self.ledger.touch()
         self.database = folder / "doyen.db"

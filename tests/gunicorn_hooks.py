@@ -1,7 +1,9 @@
 """The configuration of gunicorn in `test_flask.py`."""
 
+import os
+
 from doyen.integrations.gunicorn import post_worker_init, worker_exit
 
 __all__ = ["post_worker_init", "worker_exit"]
 
-workers = 3
+workers = int(os.environ.get("WORKERS", "2"))

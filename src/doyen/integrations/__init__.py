@@ -4,6 +4,8 @@
 and need the extra `forward`. Each framework has a module. Three mechanisms serve them:
 
 - `starlette` campaigns on the event loop of an application.
-- `background` campaigns on threads: `flask`, with the hooks of `gunicorn`, and `apscheduler`.
-- `programs` runs a program on the main thread of the leader: `django` and `click`.
+- `background` campaigns on threads: `flask`, with the hooks of `gunicorn`, `apscheduler`, `celery`.
+- `programs` runs a program on the main thread of the leader: `django`, `click`, `rq`.
+
+`last_runs` is what the next leader of a schedule has to know.
 """

@@ -1,0 +1,101 @@
+"""RQ: cron schedulers of which only the leader enqueues jobs.
+
+    scheduler = LeaderCronScheduler(Redis(), "billing", "postgresql://db/app")
+    scheduler.register(pay, "default", cron="0 3 * * *")
+    scheduler.start()
+
+Start it on every machine. It runs on the main thread, as told in `doyen.integrations.programs`.
+Jobs that are being enqueued when the term ends, or SIGTERM comes, are enqueued first, and nobody
+else is elected before.
+
+The times of the last runs are kept in the store, so a successor goes on where the leader stopped:
+what was due meanwhile is enqueued at once, and nothing twice. They are written after jobs were
+enqueued; if the leader is killed in between, its successor enqueues those again. Needs the extra
+`rq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Unpack
+
+from redis import Redis
+from rq.cron import CronJob, CronScheduler
+
+from doyen.blocking import BlockingSession, connect_blocking
+from doyen.election.options import CampaignOptions, CampaignSettings
+from doyen.integrations.last_runs import LastRuns
+from doyen.integrations.programs import lead
+from doyen.term import Term
+
+__all__ = ["LeaderCronScheduler"]
+
+
+class LeaderCronScheduler(CronScheduler):
+    """A cron scheduler of RQ that enqueues jobs only while it leads.
+
+        scheduler = LeaderCronScheduler(Redis(), "billing", "postgresql://db/app")
+
+    `store` is a URL as for `connect`, or a function that returns a blocking session. Keywords are
+    the options of `Session.campaign`, and `logging_level` as for `CronScheduler`.
+    """
+
+    def __init__(
+        self,
+        connection: Redis,
+        election: str,
+        store: str | Callable[[], BlockingSession] | None = None,
+        *,
+        logging_level: str | int = "INFO",
+        **options: Unpack[CampaignOptions],
+    ) -> None:
+        CampaignSettings(election=election, **options)  # mistakes are reported here
+        super().__init__(connection, logging_level)
+        self._election = election
+        self._store = store
+        self._options = options
+        self._session: BlockingSession | None = None
+        self._runs: LastRuns | None = None
+        self._enqueuing = False
+        self._stop_signal: int | None = None
+
+    def start(self) -> None:
+        """Campaign, and enqueue jobs as leader, until SIGTERM or SIGINT."""
+        lead(self._connect, self._election, self._lead, **self._options)
+
+    def _connect(self) -> BlockingSession:
+        store = self._store
+        self._session = store() if callable(store) else connect_blocking(store)
+        return self._session
+
+    def _lead(self, term: Term) -> None:
+        """Go on where the last leader stopped."""
+        assert self._session is not None
+        self._stop_signal = None
+        self._runs = LastRuns(self._session, f"{self._election}-runs")
+        for job in self.get_jobs():
+            if job.name in self._runs.times:
+                job.set_enqueue_time(datetime.fromtimestamp(self._runs.times[job.name], UTC))
+        super().start()
+
+    def enqueue_jobs(self) -> list[CronJob]:
+        """Enqueue the jobs that are due, and record it for the next leader."""
+        self._enqueuing = True
+        try:
+            enqueued = super().enqueue_jobs()
+            times = {job.name: job.latest_enqueue_time for job in enqueued}
+            if self._runs is not None and times:
+                self._runs.note({name: at.timestamp() for name, at in times.items() if at})
+        finally:
+            self._enqueuing = False
+        if self._stop_signal is not None:
+            super()._request_stop(self._stop_signal, None)
+        return enqueued
+
+    def _request_stop(self, signum: int, frame: Any) -> None:
+        """RQ's handler of SIGTERM and SIGINT. It raises an exception."""
+        if self._enqueuing:
+            self._stop_signal = signum
+        else:
+            super()._request_stop(signum, frame)

@@ -1,0 +1,29 @@
+"""The application of `test_celery.py`: what beat sends is recorded, in the leader only."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery
+from celery.signals import before_task_publish
+
+from doyen.integrations import background
+from framework_crew import TTL_S, Book
+
+app = Celery("crew", broker="memory://")
+app.conf.update(
+    beat_scheduler="doyen.integrations.celery:LeaderScheduler",
+    beat_schedule={"often": {"task": "work", "schedule": 0.02}},
+    doyen_store=os.environ.get("STORE"),
+    doyen_election="e",
+    doyen_options={"ttl_s": TTL_S, "wait_s": 10},
+)
+
+
+@before_task_publish.connect(weak=False)
+def record(**_: Any) -> None:
+    """A task is being sent to the broker."""
+    (leader,) = background._made
+    if leader.term is not None:
+        Book(leader.term).write("work")

@@ -1,0 +1,145 @@
+"""Celery: of several beats only the leader sends tasks, and its successor goes on from there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.signals import before_task_publish
+
+from doyen.integrations import last_runs
+from doyen.integrations.celery import LeaderScheduler
+from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from support import until_blocking
+
+BEAT = [
+    sys.executable,
+    "-m",
+    "celery",
+    "-q",
+    "-A",
+    "celery_app",
+    "beat",
+    "--pidfile=",
+    "-l",
+    "CRITICAL",
+]
+
+
+def test_beats_are_handed_over(tmp_path: Path) -> None:
+    with Crew(tmp_path, BEAT) as processes:
+        term = processes.next_term()
+        took_s, _ = processes.hand_over(term)
+        assert took_s < PROMPT_S
+        terminated = next(each for each in processes.processes if each.pid == term.pid)
+        assert terminated.wait(60) == 0
+        processes.judge()
+
+
+@pytest.mark.chaos(engine="sqlite")
+def test_beats_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
+    with Crew(tmp_path, BEAT, 4, TTL_S=TRIAL_TTL_S) as processes:
+        processes.trouble(rounds=12)
+
+
+Make = Callable[..., LeaderScheduler]
+
+
+@pytest.fixture
+def make(store: str) -> Iterator[Make]:
+    made: list[LeaderScheduler] = []
+
+    def make(**schedule: float) -> LeaderScheduler:
+        app = Celery("app", broker="memory://")
+        app.conf.doyen_store = store
+        app.conf.beat_schedule = {
+            name: {"task": name, "schedule": seconds} for name, seconds in schedule.items()
+        }
+        made.append(LeaderScheduler(app=app))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def sent() -> Iterator[list[str]]:
+    names: list[str] = []
+
+    def record(sender: str, **_: Any) -> None:
+        names.append(sender)
+
+    before_task_publish.connect(record)
+    yield names
+    before_task_publish.disconnect(record)
+
+
+def lead(scheduler: LeaderScheduler) -> None:
+    """Have the scheduler tick until it leads, and once more."""
+    until_blocking(lambda: scheduler.tick() > 0)
+
+
+def taken_over(make: Make, sent: list[str]) -> list[str]:
+    """Have a beat take over that was started long ago. Returns what it sends."""
+    first, second = make(hourly=3600), make(hourly=3600)
+    for each in (first, second):  # both have been started an hour ago
+        entry = each.schedule["hourly"]
+        entry.last_run_at -= timedelta(hours=1)
+    lead(first)
+    assert sent == ["hourly"]
+    assert second.tick() == 0
+    first.close()
+    lead(second)
+    return sent[1:]
+
+
+def test_a_successor_goes_on_where_the_leader_stopped(make: Make, sent: list[str]) -> None:
+    assert taken_over(make, sent) == []
+
+
+def test_the_test_above_notices_if_it_does_not(
+    make: Make, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_runs.LastRuns, "note", lambda *_: None)
+    assert taken_over(make, sent) == ["hourly"]
+
+
+def test_a_task_that_is_being_sent_is_sent_before_another_leads(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    first, second = make(often=0.001), make(often=0.001)
+    sending, go_on = threading.Event(), threading.Event()
+
+    def slow(self: LeaderScheduler, *_: Any, **__: Any) -> None:
+        happened.append("first" if self is first else "second")
+        if self is first:
+            sending.set()
+            assert go_on.wait(20)
+            happened.append("first has sent it")
+
+    monkeypatch.setattr(LeaderScheduler, "apply_async", slow)
+    ticking = threading.Thread(
+        target=lambda: until_blocking(lambda: first.tick() or sending.is_set())
+    )
+    ticking.start()
+    assert sending.wait(20)
+    assert second.tick() == 0
+    leader = first._leader
+    assert leader is not None
+    closing = threading.Thread(target=leader.close)
+    closing.start()
+    until_blocking(lambda: not leader.leads)
+    assert second.tick() == 0
+    go_on.set()
+    ticking.join()
+    closing.join()
+    until_blocking(lambda: second.tick() >= 0 and "second" in happened)
+    assert happened[:3] == ["first", "first has sent it", "second"]
