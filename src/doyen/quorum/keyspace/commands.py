@@ -2,7 +2,7 @@
 
 Both are msgpack arrays that begin with an integer tag. The tags and the order of the fields are
 part of the log format: a field may only be added at the end, with a default, and a new command
-needs a new version of the state (see `versions`). Imports msgspec.
+needs a new version of the state (see `versions`). Imports msgspec and `etcd_requests`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
+
+from doyen.quorum.keyspace.etcd_requests import EtcdRequests, EtcdResults, Refusal
 
 RANKS: Final = 2**63
 """A ticket's rank lies between -RANKS and RANKS, both excluded."""
@@ -130,6 +132,31 @@ class Update(KeyspaceCommand, frozen=True, gc=False, tag=13):
     if_version: int
 
 
+class EtcdApply(KeyspaceCommand, frozen=True, gc=False, tag=14):
+    """Carry out a request to the etcd keyspace. → EtcdDone or EtcdRefused"""
+
+    request: EtcdRequests
+
+
+class EtcdGrant(KeyspaceCommand, frozen=True, gc=False, tag=15):
+    """Begin a lease with an id of etcd. → EtcdDone or EtcdRefused"""
+
+    lease: int
+    ttl_s: float
+
+
+class EtcdRevoke(KeyspaceCommand, frozen=True, gc=False, tag=16):
+    """End a lease of etcd. → EtcdDone or EtcdRefused"""
+
+    lease: int
+
+
+class EtcdCompact(KeyspaceCommand, frozen=True, gc=False, tag=17):
+    """Forget what the etcd keyspace had before a revision. → EtcdDone or EtcdRefused"""
+
+    revision: int
+
+
 Commands = (
     Grant
     | Revoke
@@ -144,6 +171,10 @@ Commands = (
     | RemoveEndedKeys
     | SetQuota
     | Update
+    | EtcdApply
+    | EtcdGrant
+    | EtcdRevoke
+    | EtcdCompact
 )
 
 
@@ -210,6 +241,20 @@ class LargeEntryExists(Result, frozen=True, gc=False, tag=10):
     key: str
 
 
+class EtcdDone(Result, frozen=True, gc=False, tag=11):
+    """A request to the etcd keyspace was carried out."""
+
+    revision: int
+    """The revision of the etcd keyspace after it."""
+    result: EtcdResults | None = None
+
+
+class EtcdRefused(Result, frozen=True, gc=False, tag=12):
+    """A request to the etcd keyspace was refused. Nothing was changed."""
+
+    refusal: Refusal
+
+
 Results = (
     Done
     | ConditionFailed
@@ -221,6 +266,8 @@ Results = (
     | MalformedCommand
     | QuotaExceeded
     | LargeEntryExists
+    | EtcdDone
+    | EtcdRefused
 )
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

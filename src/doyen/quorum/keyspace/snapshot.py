@@ -2,8 +2,8 @@
 
 The first piece is the `SnapshotHeader`. Leases, ended leases, entries and the history follow in
 this order, each in pieces of limited size. Format 1 is that of version 1 of the state; it has no
-ended leases and no history. Format 2 is that of all later versions. Imports msgspec, `commands`,
-`history`, `sorted_map` and `versions`.
+ended leases and no history. Format 2 is that of all later versions; the etcd keyspace, of versions
+that have it, comes last. Imports msgspec and the other modules of this package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from doyen.quorum.keyspace.commands import StoredEntry, encode
+from doyen.quorum.keyspace.etcd_requests import Record
 from doyen.quorum.keyspace.history import Change
 from doyen.quorum.keyspace.sorted_map import Block
 from doyen.quorum.keyspace.versions import FIRST
@@ -66,7 +67,43 @@ class Changes(Struct, frozen=True, array_like=True, tag=4):
     changes: list[Change]
 
 
-Piece = SnapshotHeader | Leases | StoredEntries | EndedLeases | Changes
+class EtcdHeader(Struct, frozen=True, array_like=True, tag=5):
+    """The first piece of the etcd keyspace."""
+
+    revision: int
+    compacted: int
+
+
+class EtcdLeases(Struct, frozen=True, array_like=True, tag=6):
+    """Leases with ids of etcd, in the order of their numbers."""
+
+    leases: list[int]
+    ids: list[int]
+
+
+class EtcdRecords(Struct, frozen=True, array_like=True, tag=7):
+    """What keys of the etcd keyspace had before the changes that follow, in the order of keys."""
+
+    records: list[Record]
+
+
+class EtcdChanges(Struct, frozen=True, array_like=True, tag=8):
+    """Changes of the etcd keyspace, oldest first."""
+
+    records: list[Record]
+
+
+Piece = (
+    SnapshotHeader
+    | Leases
+    | StoredEntries
+    | EndedLeases
+    | Changes
+    | EtcdHeader
+    | EtcdLeases
+    | EtcdRecords
+    | EtcdChanges
+)
 decode_piece: Callable[[bytes], Piece] = msgspec.msgpack.Decoder(Piece).decode
 
 
@@ -107,3 +144,27 @@ def encode_pieces(
         yield encode(StoredEntries(piece))
     for at in range(0, len(changes), PIECE_ITEMS):
         yield encode(Changes(changes[at : at + PIECE_ITEMS]))
+
+
+def encode_etcd(
+    header: EtcdHeader,
+    leases: list[tuple[int, int]],
+    base: Iterable[Record],
+    changes: Iterable[Record],
+) -> Iterator[bytes]:
+    """Encode the etcd keyspace, each piece when it is taken. `leases` are numbers and ids."""
+    yield encode(header)
+    for at in range(0, len(leases), PIECE_ITEMS):
+        some = leases[at : at + PIECE_ITEMS]
+        yield encode(EtcdLeases([number for number, _ in some], [each for _, each in some]))
+    for kind, records in ((EtcdRecords, base), (EtcdChanges, changes)):
+        piece: list[Record] = []
+        size = 0
+        for record in records:
+            piece.append(record)
+            size += len(record.key) + len(record.value) + 32
+            if size >= PIECE_BYTES:
+                yield encode(kind(piece))
+                piece, size = [], 0
+        if piece:
+            yield encode(kind(piece))

@@ -23,7 +23,7 @@ __all__ = ["Block", "SortedMap"]
 FULL = 32
 """A block that grows beyond this is split. A write copies one block."""
 
-K = TypeVar("K", int, str)
+K = TypeVar("K", int, str, bytes)
 V = TypeVar("V")
 
 
@@ -139,6 +139,18 @@ class SortedMap(Generic[K, V]):
         """The blocks of a snapshot that may hold keys from `key` on and below `beyond`."""
         first = max(bisect_right(self._firsts, key) - 1, 0)
         return self._blocks[first : bisect_left(self._firsts, beyond)]
+
+    def between(self, key: K, beyond: K | None) -> list[V]:
+        """The values from `key` on and below `beyond`, if there is such a bound."""
+        found: list[V] = []
+        first = max(bisect_right(self._firsts, key) - 1, 0)
+        last = len(self._blocks) if beyond is None else bisect_left(self._firsts, beyond)
+        for keys, values in self._blocks[first:last]:
+            start = bisect_left(keys, key) if keys[0] < key else 0
+            cut = beyond is not None and keys[-1] >= beyond
+            end = bisect_left(keys, beyond) if beyond is not None and cut else len(keys)
+            found += values[start:end]
+        return found
 
     def _split(self, index: int) -> None:
         keys, values = self._blocks[index]

@@ -28,7 +28,8 @@ error tree and the other modules of this package.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, Final
 
 import msgspec
@@ -45,6 +46,12 @@ from doyen.quorum.keyspace.commands import (
     Done,
     Enqueue,
     EntryExists,
+    EtcdApply,
+    EtcdCompact,
+    EtcdDone,
+    EtcdGrant,
+    EtcdRefused,
+    EtcdRevoke,
     Expire,
     Grant,
     KeyspaceCommand,
@@ -65,20 +72,27 @@ from doyen.quorum.keyspace.commands import (
     decode_command,
     encode,
 )
+from doyen.quorum.keyspace.etcd_requests import EtcdResults, Record, Refusal
+from doyen.quorum.keyspace.etcd_state import EtcdKeyspace, Refused, cost
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.snapshot import (
     FORMATS,
     QUOTA,
     Changes,
     EndedLeases,
+    EtcdChanges,
+    EtcdHeader,
+    EtcdLeases,
+    EtcdRecords,
     Leases,
     SnapshotHeader,
     StoredEntries,
     decode_piece,
+    encode_etcd,
     encode_pieces,
 )
 from doyen.quorum.keyspace.sorted_map import Block, SortedMap
-from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
+from doyen.quorum.keyspace.versions import ETCD, FIRST, NEWEST, UPDATES
 
 __all__ = ["QUOTA", "Keyspace", "UnknownCommand"]
 
@@ -105,6 +119,8 @@ class _Lease(Struct, gc=False):
 
     ttl_s: float
     keys: dict[str, None]
+    id: int = 0
+    """Its id of etcd; 0 if it has none."""
 
 
 class Keyspace:
@@ -154,6 +170,9 @@ class Keyspace:
         # Ended leases in the order of their ends, with the keys that are not removed yet in the
         # order in which they were bound. Some of them may have been replaced since.
         self._ended: dict[int, Iterator[str]] = {}
+        self.etcd = EtcdKeyspace()
+        """The etcd keyspace. Its keys are not among the entries."""
+        self._etcd_bytes = 0
         self._handlers: dict[type[KeyspaceCommand], Callable[[Any], bytes]] = {
             Grant: self._grant,
             Revoke: self._revoke,
@@ -168,6 +187,10 @@ class Keyspace:
             RemoveEndedKeys: self._remove_ended_keys,
             SetQuota: self._set_quota,
             Update: self._update,
+            EtcdApply: self._etcd_apply,
+            EtcdGrant: self._etcd_grant,
+            EtcdRevoke: self._etcd_revoke,
+            EtcdCompact: self._etcd_compact,
         }
 
     def apply(self, command: bytes) -> bytes:
@@ -260,7 +283,7 @@ class Keyspace:
             self.alarm,
         )
         leases = self._leases.blocks()
-        return encode_pieces(
+        pieces = encode_pieces(
             head,
             (
                 (id_, held.ttl_s)
@@ -271,6 +294,12 @@ class Keyspace:
             self._entries.blocks(),
             [] if first else self.history.all(),
         )
+        if self.version < ETCD:
+            return pieces
+        etcd = self.etcd
+        ids = sorted((number, lease) for lease, number in etcd.leases.items())
+        etcd_head = EtcdHeader(etcd.revision, etcd.compacted)
+        return chain(pieces, encode_etcd(etcd_head, ids, *etcd.snapshot()))
 
     def restore(self, pieces: Iterable[bytes]) -> None:
         """Replace the state by a snapshot. Raises `ValueError` or `UnknownCommand`, changing
@@ -291,6 +320,10 @@ class Keyspace:
         ended: list[int] = []
         changes: list[Change] = []
         size = 0
+        etcd_head = EtcdHeader(1, -1)
+        ids: dict[int, int] = {}
+        records: list[Record] = []
+        etcd_changes: list[Record] = []
         for piece in map(decode_piece, unread):
             if isinstance(piece, Leases):
                 leases.append(piece.leases, [_Lease(ttl_s, {}) for ttl_s in piece.ttls])
@@ -304,15 +337,29 @@ class Keyspace:
                 ended += piece.leases
             elif isinstance(piece, Changes):
                 changes += piece.changes
+            elif isinstance(piece, EtcdHeader):
+                etcd_head = piece
+            elif isinstance(piece, EtcdLeases):
+                ids.update(zip(piece.ids, piece.leases, strict=True))
+            elif isinstance(piece, EtcdRecords):
+                records += piece.records
+            elif isinstance(piece, EtcdChanges):
+                etcd_changes += piece.records
+        etcd = EtcdKeyspace()
+        etcd.restore(etcd_head.revision, etcd_head.compacted, ids, records, etcd_changes)
+        for lease_id, number in ids.items():
+            if (held := leases.get(number)) is not None:
+                held.id = lease_id
         for lease, keys in bound.items():
             keys.sort()  # into the order in which they were bound
             if (held := leases.get(lease)) is not None:
                 held.keys.update((key, None) for _, key in keys)
-        self._leases, self._entries = leases, entries
+        self._leases, self._entries, self.etcd = leases, entries, etcd
         self._ended = {lease: iter([key for _, key in bound.get(lease, ())]) for lease in ended}
         self.revision, self.era, self.version = head.revision, head.era, head.version
         self.newest_lease = self.revision
-        self.bytes = size + OVERHEAD * len(leases)
+        self._etcd_bytes = etcd.bytes
+        self.bytes = size + OVERHEAD * len(leases) + etcd.bytes
         self.quota, self.alarm = head.quota, head.alarm
         if head.format == FORMATS[0]:
             self.history = History(head.revision, most=self._history_changes)
@@ -322,11 +369,14 @@ class Keyspace:
     def _grant(self, command: Grant) -> bytes:
         if (full := self._full(OVERHEAD)) is not None:
             return full
+        self._begin_lease(_Lease(command.ttl_s, {}))
+        return encode(LeaseGranted(self.revision))
+
+    def _begin_lease(self, lease: _Lease) -> None:
         self.revision += 1
         self.bytes += OVERHEAD
-        self._leases.put(self.revision, _Lease(command.ttl_s, {}))
+        self._leases.put(self.revision, lease)
         self.newest_lease = self.revision
-        return encode(LeaseGranted(self.revision))
 
     def _revoke(self, command: Revoke) -> bytes:
         self._end((command.lease,))
@@ -421,6 +471,10 @@ class Keyspace:
 
     def _advance(self, command: AdvanceRevision) -> bytes:
         self.revision = max(self.revision + command.by, command.floor)
+        if command.by and self.etcd.revision > 1:
+            # A restored cluster: what the old one did since the backup must not be repeated.
+            self.etcd.advance(command.by)
+            self._count_etcd()
         return _DONE
 
     def _raise(self, command: RaiseVersion) -> bytes:
@@ -447,6 +501,49 @@ class Keyspace:
         self._update_alarm()
         return _DONE
 
+    # The etcd keyspace.
+
+    def _etcd_apply(self, command: EtcdApply) -> bytes:
+        return self._etcd(cost(command.request), partial(self.etcd.apply, command.request))
+
+    def _etcd_grant(self, command: EtcdGrant) -> bytes:
+        return self._etcd(OVERHEAD, partial(self._begin_etcd_lease, command))
+
+    def _begin_etcd_lease(self, command: EtcdGrant) -> None:
+        self.etcd.grant(command.lease, self.revision + 1)
+        self._begin_lease(_Lease(command.ttl_s, {}, command.lease))
+
+    def _etcd_revoke(self, command: EtcdRevoke) -> bytes:
+        return self._etcd(0, partial(self._end_etcd_lease, command.lease))
+
+    def _end_etcd_lease(self, lease: int) -> None:
+        if lease not in self.etcd.leases:
+            raise Refused(Refusal.LEASE_NOT_FOUND)
+        self._end((self.etcd.leases[lease],))
+
+    def _etcd_compact(self, command: EtcdCompact) -> bytes:
+        return self._etcd(0, partial(self.etcd.compact, command.revision))
+
+    def _etcd(self, more: int, change: Callable[[], EtcdResults | None]) -> bytes:
+        """Change the etcd keyspace, which may need this many more bytes."""
+        if self.version < ETCD:  # nodes do not propose it in such a cluster
+            return encode(MalformedCommand("the cluster's version has no etcd keyspace"))
+        if (full := self._full(more)) is not None:
+            return full
+        try:
+            result = change()
+        except Refused as refused:
+            return encode(EtcdRefused(refused.refusal))
+        self._count_etcd()
+        return encode(EtcdDone(self.etcd.revision, result))
+
+    def _count_etcd(self) -> None:
+        """The etcd keyspace has changed: bound its history, and count its size."""
+        self.etcd.bound_history(self.quota // 4)
+        self.bytes += self.etcd.bytes - self._etcd_bytes
+        self._etcd_bytes = self.etcd.bytes
+        self._update_alarm()
+
     def _end(self, leases: tuple[int, ...]) -> None:
         """End leases, and remove one slice of the keys that are bound to ended leases."""
         for lease in leases:
@@ -461,6 +558,9 @@ class Keyspace:
                     self._remove_bound(key, lease)
             elif held.keys:
                 self._ended[lease] = iter(held.keys)
+            if held.id:
+                self.etcd.end(held.id)
+                self._count_etcd()
         self._remove_slice()
         self._update_alarm()
 

@@ -11,6 +11,7 @@ counts as one that does not. From then on, nodes that do not support it are refu
         snapshots carry the history of changes and unfinished ends of leases; results do not carry
         large values
     3   updates of entries that are bound to a lease
+    4   the etcd keyspace
 
 Imports nothing.
 """
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FIRST", "NEWEST", "OLDEST", "UPDATES"]
+__all__ = ["ETCD", "FIRST", "NEWEST", "OLDEST", "UPDATES"]
 
 FIRST: Final = 1
 """The version of a new cluster, and of a node whose handshake names none."""
 OLDEST: Final = 1
 UPDATES: Final = 3
 """The version from which on `Update` may enter the log."""
-NEWEST: Final = 3
+ETCD: Final = 4
+"""The version from which on requests to the etcd keyspace may enter the log."""
+NEWEST: Final = 4
 """This release supports the versions from `OLDEST` to `NEWEST`."""
