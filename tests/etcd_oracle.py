@@ -15,23 +15,23 @@ from doyen.quorum.keyspace.etcd_requests import (
     CompareResult,
     CompareTarget,
     DeleteKeys,
+    EtcdRecord,
+    EtcdRefusal,
     EtcdRequests,
     EtcdResults,
+    EtcdTransaction,
     KeyPut,
     KeysDeleted,
     KeysRead,
     PutKey,
     RangeKeys,
-    Record,
-    Refusal,
     SortOrder,
     SortTarget,
-    Transaction,
     TransactionDone,
 )
-from doyen.quorum.keyspace.etcd_state import Refused
+from doyen.quorum.keyspace.etcd_state import RequestRefused
 
-Keys = dict[bytes, Record]
+Keys = dict[bytes, EtcdRecord]
 
 FIELDS = {
     CompareTarget.VERSION: "version",
@@ -49,7 +49,7 @@ class EtcdOracle:
         self.revision = 1
         self.compacted = -1
         self.states: dict[int, Keys] = {1: {}}
-        self.events: list[tuple[Record, Record | None]] = []
+        self.events: list[tuple[EtcdRecord, EtcdRecord | None]] = []
         """Each change, and what the key had before it."""
         self.leases: set[int] = set()
 
@@ -59,12 +59,12 @@ class EtcdOracle:
 
     def grant(self, lease: int) -> None:
         if lease in self.leases:
-            raise Refused(Refusal.LEASE_EXISTS)
+            raise RequestRefused(EtcdRefusal.LEASE_EXISTS)
         self.leases.add(lease)
 
     def end(self, lease: int) -> None:
         if lease not in self.leases:
-            raise Refused(Refusal.LEASE_NOT_FOUND)
+            raise RequestRefused(EtcdRefusal.LEASE_NOT_FOUND)
         self.leases.remove(lease)
         new = dict(self.now)
         for key, record in sorted(self.now.items()):
@@ -74,12 +74,12 @@ class EtcdOracle:
 
     def compact(self, revision: int) -> None:
         if revision <= self.compacted:
-            raise Refused(Refusal.COMPACTED)
+            raise RequestRefused(EtcdRefusal.COMPACTED)
         if revision > self.revision:
-            raise Refused(Refusal.FUTURE)
+            raise RequestRefused(EtcdRefusal.FUTURE)
         self.compacted = revision
 
-    def changes(self, since: int) -> list[tuple[Record, Record | None]]:
+    def changes(self, since: int) -> list[tuple[EtcdRecord, EtcdRecord | None]]:
         return [
             (record, before if record.mod - 1 >= self.compacted else None)
             for record, before in self.events
@@ -91,7 +91,7 @@ class EtcdOracle:
         try:
             self._check(request, within=False)
             result = self._do(request, new)
-        except Refused:
+        except RequestRefused:
             del self.events[events:]
             raise
         self._commit(new)
@@ -108,21 +108,21 @@ class EtcdOracle:
             self.states[self.revision] = new
 
     def _check(self, request: EtcdRequests, *, within: bool) -> None:
-        if isinstance(request, Transaction):
+        if isinstance(request, EtcdTransaction):
             for each in self._branch(request)[1]:
                 self._check(each, within=True)
         elif isinstance(request, PutKey):
             if request.lease and request.lease not in self.leases:
-                raise Refused(Refusal.LEASE_NOT_FOUND)
+                raise RequestRefused(EtcdRefusal.LEASE_NOT_FOUND)
             if (request.ignore_value or request.ignore_lease) and request.key not in self.now:
-                raise Refused(Refusal.KEY_NOT_FOUND)
+                raise RequestRefused(EtcdRefusal.KEY_NOT_FOUND)
         elif isinstance(request, RangeKeys):
             if request.revision > self.revision:
-                raise Refused(Refusal.FUTURE)
+                raise RequestRefused(EtcdRefusal.FUTURE)
             if 0 < request.revision < self.compacted:
-                raise Refused(Refusal.COMPACTED)
+                raise RequestRefused(EtcdRefusal.COMPACTED)
 
-    def _branch(self, request: Transaction) -> tuple[bool, tuple[EtcdRequests, ...]]:
+    def _branch(self, request: EtcdTransaction) -> tuple[bool, tuple[EtcdRequests, ...]]:
         succeeded = all(self._holds(compare) for compare in request.compares)
         return succeeded, request.success if succeeded else request.failure
 
@@ -131,7 +131,7 @@ class EtcdOracle:
         if not found and compare.target is CompareTarget.VALUE:
             return False
         wanted: Any = compare.value if compare.target is CompareTarget.VALUE else compare.number
-        for record in found or [Record(b"", b"", 0, 0, 0)]:
+        for record in found or [EtcdRecord(b"", b"", 0, 0, 0)]:
             has = getattr(record, FIELDS[compare.target])
             if not {
                 CompareResult.EQUAL: has == wanted,
@@ -149,7 +149,7 @@ class EtcdOracle:
         if isinstance(request, PutKey):
             had = new.get(request.key)
             revision = self.revision + 1
-            record = Record(
+            record = EtcdRecord(
                 request.key,
                 had.value if request.ignore_value and had else request.value,
                 had.create if had else revision,
@@ -171,7 +171,7 @@ class EtcdOracle:
 
     def _delete(self, new: Keys, key: bytes) -> None:
         del new[key]
-        self.events.append((Record(key, b"", 0, self.revision + 1, 0), self.now.get(key)))
+        self.events.append((EtcdRecord(key, b"", 0, self.revision + 1, 0), self.now.get(key)))
 
     def _range(self, request: RangeKeys, keys: Keys) -> KeysRead:
         revision = self.revision + self._changed()
@@ -198,11 +198,11 @@ class EtcdOracle:
         more = 0 < request.limit < len(found)
         found = found[: request.limit] if more else found
         if request.keys_only:
-            found = [Record(r.key, b"", r.create, r.mod, r.version, r.lease) for r in found]
+            found = [EtcdRecord(r.key, b"", r.create, r.mod, r.version, r.lease) for r in found]
         return KeysRead(revision, found, more, count)
 
 
-def select(keys: Keys, key: bytes, end: bytes) -> list[Record]:
+def select(keys: Keys, key: bytes, end: bytes) -> list[EtcdRecord]:
     return [
         record
         for at, record in sorted(keys.items())
@@ -256,7 +256,7 @@ SIMPLE = st.one_of(PUTS, PUTS, RANGES, DELETES, KEPT)
 def _transactions(requests: st.SearchStrategy[EtcdRequests]) -> st.SearchStrategy[EtcdRequests]:
     some = st.lists(requests, max_size=3).map(tuple)
     compares = st.lists(COMPARES, max_size=2).map(tuple)
-    return st.builds(Transaction, compares, some, some)
+    return st.builds(EtcdTransaction, compares, some, some)
 
 
 def overlaps(request: EtcdRequests) -> bool:
@@ -272,12 +272,12 @@ def overlaps(request: EtcdRequests) -> bool:
                 else [(request.key, request.end)]
                 if isinstance(request, DeleteKeys)
                 else touched(request.success) + touched(request.failure)
-                if isinstance(request, Transaction)
+                if isinstance(request, EtcdTransaction)
                 else []
             )
         ]
 
-    if not isinstance(request, Transaction):
+    if not isinstance(request, EtcdTransaction):
         return False
     for branch in (request.success, request.failure):
         ranges = touched(branch)
@@ -291,8 +291,8 @@ def overlaps(request: EtcdRequests) -> bool:
 
 
 NESTED = st.builds(
-    lambda change, compares, then, otherwise: Transaction(
-        (), (change, Transaction(compares, then, otherwise), RangeKeys(b"\0", b"\0"))
+    lambda change, compares, then, otherwise: EtcdTransaction(
+        (), (change, EtcdTransaction(compares, then, otherwise), RangeKeys(b"\0", b"\0"))
     ),
     PUTS,
     st.lists(COMPARES, min_size=1, max_size=2).map(tuple),

@@ -32,15 +32,15 @@ from doyen.quorum.keyspace.etcd_requests import (
     Compare,
     CompareTarget,
     DeleteKeys,
+    EtcdRecord,
+    EtcdRefusal,
     EtcdRequests,
+    EtcdTransaction,
     KeysRead,
     PutKey,
     RangeKeys,
-    Record,
-    Refusal,
-    Transaction,
 )
-from doyen.quorum.keyspace.etcd_state import EtcdKeyspace, Refused, only_reads
+from doyen.quorum.keyspace.etcd_state import EtcdKeyspace, RequestRefused, only_reads
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import ETCD
 from doyen.quorum.node.roles import flaw
@@ -59,7 +59,7 @@ def ask(keyspace: Keyspace, request: EtcdRequests) -> Any:
 def outcome(act: Callable[[], Any]) -> Any:
     try:
         return act()
-    except Refused as refused:
+    except RequestRefused as refused:
         return refused.refusal
 
 
@@ -183,7 +183,7 @@ def base_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Snapshots lack what a key had at the compacted revision, if it has changed since."""
     push = EtcdKeyspace._push
 
-    def forget(self: EtcdKeyspace, record: Record) -> None:
+    def forget(self: EtcdKeyspace, record: EtcdRecord) -> None:
         push(self, record)
         self._replaced.pop(record.key, None)
 
@@ -194,7 +194,7 @@ def still_bound(patch: pytest.MonkeyPatch) -> None:
     """A key stays bound to a lease after a write without it."""
     push = EtcdKeyspace._push
 
-    def keep(self: EtcdKeyspace, record: Record) -> None:
+    def keep(self: EtcdKeyspace, record: EtcdRecord) -> None:
         old = self._live.get(record.key)
         push(self, record)
         if old is not None and old.lease in self._bound and record.version:
@@ -210,7 +210,7 @@ def changed_by_a_read(patch: pytest.MonkeyPatch) -> None:
     def take(self: EtcdKeyspace, request: EtcdRequests) -> Any:
         before = self.revision
         result = apply(self, request)
-        self.revision = before + isinstance(request, Transaction | PutKey)
+        self.revision = before + isinstance(request, EtcdTransaction | PutKey)
         return result
 
     patch.setattr(EtcdKeyspace, "apply", take)
@@ -231,7 +231,7 @@ def test_mutants_do_not_answer_as_the_oracle_does(
 
 def test_one_change_of_many_keys_has_one_revision() -> None:
     keyspace = Keyspace()
-    both = Transaction((), (PutKey(b"a"), PutKey(b"b"), RangeKeys(b"a", b"z", count_only=True)))
+    both = EtcdTransaction((), (PutKey(b"a"), PutKey(b"b"), RangeKeys(b"a", b"z", count_only=True)))
     done = ask(keyspace, both)
     assert [each.revision for each in done.results] == [2, 2, 2]
     assert done.results[2].count == 2
@@ -250,12 +250,12 @@ def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert etcd.revision == 101
     assert 84 < etcd.compacted < 90
     assert len(etcd.changes(etcd.compacted)) <= 16
-    assert ask(keyspace, RangeKeys(b"k", revision=50)) is Refusal.COMPACTED
+    assert ask(keyspace, RangeKeys(b"k", revision=50)) is EtcdRefusal.COMPACTED
     read = ask(keyspace, RangeKeys(b"k", revision=etcd.compacted))
     assert isinstance(read, KeysRead)
     assert read.records[0].version == etcd.compacted - 1
     # More changes at one revision than the history may have.
-    everything = Transaction((), tuple(PutKey(bytes([at])) for at in range(40)))
+    everything = EtcdTransaction((), tuple(PutKey(bytes([at])) for at in range(40)))
     ask(keyspace, everything)
     assert len(etcd.changes(etcd.revision)) == 40
     ask(keyspace, PutKey(b"k"))
@@ -300,7 +300,7 @@ def test_a_lease_is_kept_as_leases_of_doyen_are() -> None:
     assert do(keyspace, Expire(1, (number,)))
     assert keyspace.lease(number) is None
     assert [(each.key, each.mod) for each in keyspace.etcd.changes(4)] == [(b"a", 4), (b"b", 4)]
-    assert do(keyspace, EtcdRevoke(2**62)) == EtcdRefused(Refusal.LEASE_NOT_FOUND)
+    assert do(keyspace, EtcdRevoke(2**62)) == EtcdRefused(EtcdRefusal.LEASE_NOT_FOUND)
 
 
 def test_a_restored_cluster_goes_on_at_later_revisions() -> None:
@@ -310,7 +310,7 @@ def test_a_restored_cluster_goes_on_at_later_revisions() -> None:
     ask(keyspace, PutKey(b"a", b"1"))
     do(keyspace, AdvanceRevision(0, 1000))
     assert ask(keyspace, PutKey(b"a", b"2")).revision == 1003
-    assert ask(keyspace, RangeKeys(b"a", revision=500)) is Refusal.COMPACTED
+    assert ask(keyspace, RangeKeys(b"a", revision=500)) is EtcdRefusal.COMPACTED
 
 
 def test_before_its_version_it_does_nothing() -> None:
@@ -329,8 +329,8 @@ def test_conditions_of_a_range_hold_for_every_key() -> None:
     for key in (b"a/1", b"a/2"):
         ask(keyspace, PutKey(key, b"x"))
     same = Compare(b"a/", b"a0", CompareTarget.VALUE, value=b"x")
-    assert ask(keyspace, Transaction((same,))).succeeded
+    assert ask(keyspace, EtcdTransaction((same,))).succeeded
     ask(keyspace, PutKey(b"a/2", b"y"))
-    assert not ask(keyspace, Transaction((same,))).succeeded
+    assert not ask(keyspace, EtcdTransaction((same,))).succeeded
     absent = Compare(b"c/", b"c0", CompareTarget.CREATE, number=0)
-    assert ask(keyspace, Transaction((absent,))).succeeded
+    assert ask(keyspace, EtcdTransaction((absent,))).succeeded

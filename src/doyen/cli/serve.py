@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from doyen.cli._output import Exit, add_option, print_json, seconds
 from doyen.errors import ConfigError
@@ -30,6 +30,7 @@ from doyen.events.telemetry import FLUSH_S, DeliveryQueue
 
 if TYPE_CHECKING:
     from doyen.quorum.consensus.core import Role
+    from doyen.quorum.etcd_api.door import EtcdDoor
     from doyen.quorum.node.server import NodeOptions, NodeServer
 
 MANUAL = """\
@@ -114,6 +115,8 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "data_dir": (str, "DIRECTORY", "the data directory; created if it does not exist"),
     "listen": (str, "HOST:PORT", "the address to listen on (default: this node's in peers)"),
     "http": (str, "HOST:PORT", "a second address for HTTP, for probes without a certificate"),
+    "etcd": (str, "HOST:PORT", "an address for clients of etcd, which speak its v3 API"),
+    "etcd_url": (str, "URL", "the URL under which clients of etcd reach it (default: the address)"),
     "cluster": (
         str,
         "NAME",
@@ -155,18 +158,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = options(vars(args), os.environ)
-    http = settings.pop("http", None)
+    http, etcd = settings.pop("http", None), settings.pop("etcd", None)
+    etcd_url = settings.pop("etcd_url", None)
     try:
         from doyen.quorum.node import new_loop
         from doyen.quorum.node.server import NodeOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"a node needs {error.name}: pip install 'doyen[quorum]'") from error
+    if etcd is not None:
+        _check_etcd_api()
     handler = logging.StreamHandler()
     handler.setFormatter(_LogfmtFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     report = _print_json if args.json else _print_line
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(_serve(NodeOptions(**settings), http, report))
+        return runner.run(_serve(NodeOptions(**settings), _Doors(http, etcd, etcd_url), report))
+
+
+class _Doors(NamedTuple):
+    """Further addresses that a node listens on."""
+
+    http: str | None = None
+    etcd: str | None = None
+    etcd_url: str | None = None
+
+
+def _check_etcd_api() -> None:
+    try:
+        import doyen.quorum.etcd_api.door  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"etcd's API needs {error.name}: pip install 'doyen[etcd-api]'"
+        ) from error
 
 
 def options(given: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -298,13 +321,13 @@ class _LogfmtFormatter(logging.Formatter):
         return line
 
 
-async def _serve(settings: NodeOptions, http: str | None, report: Report) -> int:
+async def _serve(settings: NodeOptions, doors: _Doors, report: Report) -> int:
     """Run the node. Lines are printed by a thread, so that a pipe that is not read cannot block
     the node."""
     lines = DeliveryQueue(_call, merge=lambda _, line: line, name="doyen-serve")
     try:
         return await _serve_until_stopped(
-            settings, http, lambda words, **fields: lines.put(partial(report, words, **fields))
+            settings, doors, lambda words, **fields: lines.put(partial(report, words, **fields))
         )
     finally:
         await lines.close(FLUSH_S)
@@ -314,7 +337,7 @@ def _call(print_line: Callable[[], object]) -> None:
     print_line()
 
 
-async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: Report) -> int:
+async def _serve_until_stopped(settings: NodeOptions, doors: _Doors, report: Report) -> int:
     from doyen.quorum.node.server import NodeServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -330,7 +353,16 @@ async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    server = await NodeServer.open(settings, http=http)
+    server = await NodeServer.open(settings, http=doors.http)
+    door: EtcdDoor | None = None
+    if doors.etcd is not None:
+        from doyen.quorum.etcd_api.door import EtcdDoor
+
+        try:
+            door = await EtcdDoor.open(server, settings, doors.etcd, url=doors.etcd_url)
+        except BaseException:
+            await server.close()
+            raise
     # The objects that exist now will live as long as the node. Freezing them keeps collections
     # short; a long one would delay heartbeats until the followers elect another leader.
     gc.collect()
@@ -343,6 +375,8 @@ async def _serve_until_stopped(settings: NodeOptions, http: str | None, report: 
         await stop.wait()
     finally:
         watching.cancel()
+        if door is not None:
+            await door.close()
         await server.close()
     report(f"node {node} has stopped", event="stopped", node=node)
     return Exit.DONE

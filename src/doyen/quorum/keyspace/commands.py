@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from doyen.quorum.keyspace.etcd_requests import EtcdRequests, EtcdResults, Refusal
+from doyen.quorum.keyspace.etcd_requests import EtcdRefusal, EtcdRequests, EtcdResults
 
 RANKS: Final = 2**63
 """A ticket's rank lies between -RANKS and RANKS, both excluded."""
@@ -252,7 +252,7 @@ class EtcdDone(Result, frozen=True, gc=False, tag=11):
 class EtcdRefused(Result, frozen=True, gc=False, tag=12):
     """A request to the etcd keyspace was refused. Nothing was changed."""
 
-    refusal: Refusal
+    refusal: EtcdRefusal
 
 
 Results = (

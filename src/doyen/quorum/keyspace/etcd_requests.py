@@ -16,7 +16,7 @@ FROM_KEY: Final = b"\0"
 """The `end` of a range without an end."""
 
 
-class Record(Struct, frozen=True, array_like=True, gc=False):
+class EtcdRecord(Struct, frozen=True, array_like=True, gc=False):
     """What a key had from revision `mod` on. A deleted key has version 0."""
 
     key: bytes
@@ -113,15 +113,15 @@ class Compare(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fie
     value: bytes = b""
 
 
-class Transaction(EtcdRequest, frozen=True, gc=False, tag=4):
+class EtcdTransaction(EtcdRequest, frozen=True, gc=False, tag=4):
     """Carry out one of two lists of requests, as one change. → TransactionDone"""
 
     compares: tuple[Compare, ...] = ()
-    success: tuple[RangeKeys | PutKey | DeleteKeys | Transaction, ...] = ()
-    failure: tuple[RangeKeys | PutKey | DeleteKeys | Transaction, ...] = ()
+    success: tuple[RangeKeys | PutKey | DeleteKeys | EtcdTransaction, ...] = ()
+    failure: tuple[RangeKeys | PutKey | DeleteKeys | EtcdTransaction, ...] = ()
 
 
-EtcdRequests = RangeKeys | PutKey | DeleteKeys | Transaction
+EtcdRequests = RangeKeys | PutKey | DeleteKeys | EtcdTransaction
 
 
 class EtcdResult(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -131,20 +131,20 @@ class EtcdResult(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class KeysRead(EtcdResult, frozen=True, gc=False, tag=1):
     revision: int
-    records: list[Record]
+    records: list[EtcdRecord]
     more: bool
     count: int
 
 
 class KeyPut(EtcdResult, frozen=True, gc=False, tag=2):
     revision: int
-    previous: Record | None = None
+    previous: EtcdRecord | None = None
 
 
 class KeysDeleted(EtcdResult, frozen=True, gc=False, tag=3):
     revision: int
     deleted: int
-    previous: list[Record] = []
+    previous: list[EtcdRecord] = []
 
 
 class TransactionDone(EtcdResult, frozen=True, gc=False, tag=4):
@@ -156,7 +156,7 @@ class TransactionDone(EtcdResult, frozen=True, gc=False, tag=4):
 EtcdResults = KeysRead | KeyPut | KeysDeleted | TransactionDone
 
 
-class Refusal(IntEnum):
+class EtcdRefusal(IntEnum):
     """Why a request was refused. Nothing was changed."""
 
     COMPACTED = 1

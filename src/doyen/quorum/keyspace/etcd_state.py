@@ -33,23 +33,23 @@ from doyen.quorum.keyspace.etcd_requests import (
     CompareResult,
     CompareTarget,
     DeleteKeys,
+    EtcdRecord,
+    EtcdRefusal,
     EtcdRequests,
     EtcdResults,
+    EtcdTransaction,
     KeyPut,
     KeysDeleted,
     KeysRead,
     PutKey,
     RangeKeys,
-    Record,
-    Refusal,
     SortOrder,
     SortTarget,
-    Transaction,
     TransactionDone,
 )
 from doyen.quorum.keyspace.sorted_map import Block, SortedMap
 
-__all__ = ["EtcdKeyspace", "Refused", "cost", "only_reads"]
+__all__ = ["EtcdKeyspace", "RequestRefused", "cost", "only_reads"]
 
 HISTORY: Final = 1 << 17
 """How many changes are kept. Changing it needs a new version."""
@@ -59,15 +59,15 @@ OVERHEAD: Final = 128
 """Bytes that a record takes apart from key and value. Changing it needs a new version."""
 
 _MOD, _KEY = attrgetter("mod"), attrgetter("key")
-_NOTHING: Final = Record(b"", b"", 0, 0, 0)
-_COMPARED: Final[dict[CompareTarget, Callable[[Record], Any]]] = {
+_NOTHING: Final = EtcdRecord(b"", b"", 0, 0, 0)
+_COMPARED: Final[dict[CompareTarget, Callable[[EtcdRecord], Any]]] = {
     CompareTarget.VERSION: attrgetter("version"),
     CompareTarget.CREATE: attrgetter("create"),
     CompareTarget.MOD: _MOD,
     CompareTarget.VALUE: attrgetter("value"),
     CompareTarget.LEASE: attrgetter("lease"),
 }
-_SORTED: Final[dict[SortTarget, Callable[[Record], Any]]] = {
+_SORTED: Final[dict[SortTarget, Callable[[EtcdRecord], Any]]] = {
     SortTarget.KEY: _KEY,
     SortTarget.VERSION: attrgetter("version"),
     SortTarget.CREATE: attrgetter("create"),
@@ -76,10 +76,10 @@ _SORTED: Final[dict[SortTarget, Callable[[Record], Any]]] = {
 }
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request was refused, and nothing was changed."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: EtcdRefusal) -> None:
         super().__init__(refusal.name)
         self.refusal = refusal
 
@@ -104,12 +104,12 @@ class EtcdKeyspace:
         self.bytes = 0
         """The size of all records."""
         self._history = history
-        self._live: SortedMap[bytes, Record] = SortedMap()
-        self._dead: SortedMap[bytes, Record] = SortedMap()
-        self._older: dict[bytes, list[Record]] = {}
-        self._log: list[Record] = []
+        self._live: SortedMap[bytes, EtcdRecord] = SortedMap()
+        self._dead: SortedMap[bytes, EtcdRecord] = SortedMap()
+        self._older: dict[bytes, list[EtcdRecord]] = {}
+        self._log: list[EtcdRecord] = []
         # For each key that was changed since the floor, what it had there. Only snapshots use it.
-        self._replaced: dict[bytes, Record] = {}
+        self._replaced: dict[bytes, EtcdRecord] = {}
         self._live_bytes = 0
         self._bound: dict[int, dict[bytes, None]] = {}
 
@@ -125,9 +125,9 @@ class EtcdKeyspace:
     # Requests.
 
     def apply(self, request: EtcdRequests) -> EtcdResults:
-        """Carry out a request as one change. Raises `Refused`."""
+        """Carry out a request as one change. Raises `RequestRefused`."""
         before = len(self._log)
-        if type(request) is Transaction:
+        if type(request) is EtcdTransaction:
             path = [*self._path(request)]
             self._check(request, iter(path))
             done = self._run(request, iter(path), before)
@@ -157,11 +157,11 @@ class EtcdKeyspace:
             self._drop(upto)
 
     def compact(self, revision: int) -> None:
-        """Make revisions below this one unreadable. Raises `Refused`."""
+        """Make revisions below this one unreadable. Raises `RequestRefused`."""
         if revision <= self.compacted:
-            raise Refused(Refusal.COMPACTED)
+            raise RequestRefused(EtcdRefusal.COMPACTED)
         if revision > self.revision:
-            raise Refused(Refusal.FUTURE)
+            raise RequestRefused(EtcdRefusal.FUTURE)
         self._drop(revision)
 
     def advance(self, by: int) -> None:
@@ -172,9 +172,9 @@ class EtcdKeyspace:
     # Leases.
 
     def grant(self, lease: int, number: int) -> None:
-        """Begin a lease. Raises `Refused` if there is one of this id."""
+        """Begin a lease. Raises `RequestRefused` if there is one of this id."""
         if lease in self.leases:
-            raise Refused(Refusal.LEASE_EXISTS)
+            raise RequestRefused(EtcdRefusal.LEASE_EXISTS)
         self.leases[lease] = number
         self._bound[lease] = {}
 
@@ -182,7 +182,7 @@ class EtcdKeyspace:
         """End a lease: delete its keys, all at one revision."""
         del self.leases[lease]
         for key in sorted(self._bound.pop(lease)):
-            self._push(Record(key, b"", 0, self.revision + 1, 0))
+            self._push(EtcdRecord(key, b"", 0, self.revision + 1, 0))
         if self._log and self._log[-1].mod > self.revision:
             self.revision += 1
 
@@ -192,12 +192,12 @@ class EtcdKeyspace:
 
     # History.
 
-    def changes(self, since: int) -> list[Record]:
+    def changes(self, since: int) -> list[EtcdRecord]:
         """All changes from a revision on, which must not be compacted."""
         log = self._log
         return log[bisect_left(log, since, key=_MOD) :]
 
-    def before(self, change: Record) -> Record | None:
+    def before(self, change: EtcdRecord) -> EtcdRecord | None:
         """What the key of a change had before it, unless that has been compacted."""
         if change.version == 1 or change.mod - 1 < self.compacted:
             return None
@@ -205,7 +205,7 @@ class EtcdKeyspace:
 
     # Snapshots.
 
-    def snapshot(self) -> tuple[Iterator[Record], list[Record]]:
+    def snapshot(self) -> tuple[Iterator[EtcdRecord], list[EtcdRecord]]:
         """The state as of now: what keys had at the floor, in order, and all changes since."""
         base = _base(self._live.blocks(), [*self._replaced.values()], self._floor)
         return base, self._log.copy()
@@ -215,8 +215,8 @@ class EtcdKeyspace:
         revision: int,
         compacted: int,
         leases: dict[int, int],
-        base: list[Record],
-        changes: list[Record],
+        base: list[EtcdRecord],
+        changes: list[EtcdRecord],
     ) -> None:
         """Set the state of a new object."""
         self.compacted = compacted
@@ -234,7 +234,7 @@ class EtcdKeyspace:
 
     # Reads.
 
-    def _at(self, key: bytes, revision: int) -> Record | None:
+    def _at(self, key: bytes, revision: int) -> EtcdRecord | None:
         record = self._live.get(key) or self._dead.get(key)
         if record is not None and record.mod > revision:
             older = self._older.get(key, [])
@@ -242,7 +242,7 @@ class EtcdKeyspace:
             record = older[at - 1] if at else None
         return record if record is not None and record.version else None
 
-    def _select(self, key: bytes, end: bytes, revision: int = 0) -> list[Record]:
+    def _select(self, key: bytes, end: bytes, revision: int = 0) -> list[EtcdRecord]:
         """The records of a range in the order of their keys, now or at an earlier revision."""
         if not end:
             record = self._at(key, revision) if revision else self._live.get(key)
@@ -273,7 +273,7 @@ class EtcdKeyspace:
             records = records[:limit]
         if request.keys_only:
             records = [
-                Record(each.key, b"", each.create, each.mod, each.version, each.lease)
+                EtcdRecord(each.key, b"", each.create, each.mod, each.version, each.lease)
                 for each in records
             ]
         return KeysRead(revision, records, more, count)
@@ -290,19 +290,19 @@ class EtcdKeyspace:
         wanted = compare.value if compare.target is CompareTarget.VALUE else compare.number
         return all(_compare(of(record), compare.result, wanted) for record in records)
 
-    def _path(self, request: Transaction) -> Iterator[bool]:
+    def _path(self, request: EtcdTransaction) -> Iterator[bool]:
         """Whether the conditions of this transaction, and of those within it, hold. All of them are
         decided before anything is changed."""
         holds = all(map(self._holds, request.compares))
         yield holds
         for each in request.success if holds else request.failure:
-            if type(each) is Transaction:
+            if type(each) is EtcdTransaction:
                 yield from self._path(each)
 
-    def _check(self, request: Transaction, path: Iterator[bool]) -> None:
-        """Raise `Refused` if a request that will be carried out cannot be."""
+    def _check(self, request: EtcdTransaction, path: Iterator[bool]) -> None:
+        """Raise `RequestRefused` if a request that will be carried out cannot be."""
         for each in request.success if next(path) else request.failure:
-            if type(each) is Transaction:
+            if type(each) is EtcdTransaction:
                 self._check(each, path)
             else:
                 self._check_request(each, within=True)
@@ -310,19 +310,19 @@ class EtcdKeyspace:
     def _check_request(self, request: EtcdRequests, within: bool = False) -> None:
         if type(request) is PutKey:
             if request.lease and request.lease not in self.leases:
-                raise Refused(Refusal.LEASE_NOT_FOUND)
+                raise RequestRefused(EtcdRefusal.LEASE_NOT_FOUND)
             kept = request.ignore_value or request.ignore_lease
             if kept and self._live.get(request.key) is None:
-                raise Refused(Refusal.KEY_NOT_FOUND)
+                raise RequestRefused(EtcdRefusal.KEY_NOT_FOUND)
         elif type(request) is RangeKeys:
             if request.revision > self.revision:
-                raise Refused(Refusal.FUTURE)
+                raise RequestRefused(EtcdRefusal.FUTURE)
             # A range outside of a transaction takes a negative revision for the current one.
             meant = request.revision > 0 or (within and request.revision < 0)
             if meant and request.revision < self.compacted:
-                raise Refused(Refusal.COMPACTED)
+                raise RequestRefused(EtcdRefusal.COMPACTED)
 
-    def _run(self, request: Transaction, path: Iterator[bool], before: int) -> TransactionDone:
+    def _run(self, request: EtcdTransaction, path: Iterator[bool], before: int) -> TransactionDone:
         succeeded = next(path)
         chosen = request.success if succeeded else request.failure
         # etcd leaves the headers of transactions within others empty.
@@ -339,14 +339,14 @@ class EtcdKeyspace:
             return self._put(request)
         if type(request) is DeleteKeys:
             return self._delete(request, before)
-        assert type(request) is Transaction
+        assert type(request) is EtcdTransaction
         return self._run(request, path, before)
 
     def _put(self, request: PutKey) -> KeyPut:
         revision, present = self.revision + 1, self._live.get(request.key)
         had = present or _NOTHING
         self._push(
-            Record(
+            EtcdRecord(
                 request.key,
                 had.value if request.ignore_value else request.value,
                 had.create or revision,
@@ -360,13 +360,13 @@ class EtcdKeyspace:
     def _delete(self, request: DeleteKeys, before: int) -> KeysDeleted:
         records = self._select(request.key, request.end)
         for record in records:
-            self._push(Record(record.key, b"", 0, self.revision + 1, 0))
+            self._push(EtcdRecord(record.key, b"", 0, self.revision + 1, 0))
         revision = self.revision + (len(self._log) > before)
         return KeysDeleted(revision, len(records), records if request.previous else [])
 
     # Records.
 
-    def _push(self, record: Record) -> None:
+    def _push(self, record: EtcdRecord) -> None:
         """Add the latest change."""
         key = record.key
         position = self._live.seek(key)
@@ -419,7 +419,7 @@ class EtcdKeyspace:
 
 def only_reads(request: EtcdRequests) -> bool:
     """Whether a request changes nothing, whatever it finds."""
-    if type(request) is Transaction:
+    if type(request) is EtcdTransaction:
         return all(map(only_reads, request.success)) and all(map(only_reads, request.failure))
     return type(request) is RangeKeys
 
@@ -428,16 +428,16 @@ def cost(request: EtcdRequests) -> int:
     """How many bytes a request may add."""
     if type(request) is PutKey:
         return len(request.key) + len(request.value) + OVERHEAD
-    if type(request) is Transaction:
+    if type(request) is EtcdTransaction:
         return max(sum(map(cost, request.success)), sum(map(cost, request.failure)))
     return 0
 
 
-def _size(record: Record) -> int:
+def _size(record: EtcdRecord) -> int:
     return len(record.key) + len(record.value) + OVERHEAD
 
 
-def _admits(request: RangeKeys, record: Record) -> bool:
+def _admits(request: RangeKeys, record: EtcdRecord) -> bool:
     """Whether the revisions of a record are within the bounds of a request."""
     return (
         record.mod >= request.min_mod
@@ -458,7 +458,7 @@ def _compare(found: Any, result: CompareResult, wanted: Any) -> bool:
 
 
 def _base(
-    blocks: list[Block[bytes, Record]], replaced: Iterable[Record], floor: int
-) -> Iterator[Record]:
+    blocks: list[Block[bytes, EtcdRecord]], replaced: Iterable[EtcdRecord], floor: int
+) -> Iterator[EtcdRecord]:
     unchanged = (each for _, records in blocks for each in records if each.mod <= floor)
     return merge(unchanged, sorted(replaced, key=_KEY), key=_KEY)

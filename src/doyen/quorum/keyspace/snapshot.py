@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from doyen.quorum.keyspace.commands import StoredEntry, encode
-from doyen.quorum.keyspace.etcd_requests import Record
+from doyen.quorum.keyspace.etcd_requests import EtcdRecord
 from doyen.quorum.keyspace.history import Change
 from doyen.quorum.keyspace.sorted_map import Block
 from doyen.quorum.keyspace.versions import FIRST
@@ -84,13 +84,13 @@ class EtcdLeases(Struct, frozen=True, array_like=True, tag=6):
 class EtcdRecords(Struct, frozen=True, array_like=True, tag=7):
     """What keys of the etcd keyspace had before the changes that follow, in the order of keys."""
 
-    records: list[Record]
+    records: list[EtcdRecord]
 
 
 class EtcdChanges(Struct, frozen=True, array_like=True, tag=8):
     """Changes of the etcd keyspace, oldest first."""
 
-    records: list[Record]
+    records: list[EtcdRecord]
 
 
 Piece = (
@@ -149,8 +149,8 @@ def encode_pieces(
 def encode_etcd(
     header: EtcdHeader,
     leases: list[tuple[int, int]],
-    base: Iterable[Record],
-    changes: Iterable[Record],
+    base: Iterable[EtcdRecord],
+    changes: Iterable[EtcdRecord],
 ) -> Iterator[bytes]:
     """Encode the etcd keyspace, each piece when it is taken. `leases` are numbers and ids."""
     yield encode(header)
@@ -158,7 +158,7 @@ def encode_etcd(
         some = leases[at : at + PIECE_ITEMS]
         yield encode(EtcdLeases([number for number, _ in some], [each for _, each in some]))
     for kind, records in ((EtcdRecords, base), (EtcdChanges, changes)):
-        piece: list[Record] = []
+        piece: list[EtcdRecord] = []
         size = 0
         for record in records:
             piece.append(record)

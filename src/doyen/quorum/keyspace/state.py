@@ -72,8 +72,8 @@ from doyen.quorum.keyspace.commands import (
     decode_command,
     encode,
 )
-from doyen.quorum.keyspace.etcd_requests import EtcdResults, Record, Refusal
-from doyen.quorum.keyspace.etcd_state import EtcdKeyspace, Refused, cost
+from doyen.quorum.keyspace.etcd_requests import EtcdRecord, EtcdRefusal, EtcdResults
+from doyen.quorum.keyspace.etcd_state import EtcdKeyspace, RequestRefused, cost
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.snapshot import (
     FORMATS,
@@ -322,8 +322,8 @@ class Keyspace:
         size = 0
         etcd_head = EtcdHeader(1, -1)
         ids: dict[int, int] = {}
-        records: list[Record] = []
-        etcd_changes: list[Record] = []
+        records: list[EtcdRecord] = []
+        etcd_changes: list[EtcdRecord] = []
         for piece in map(decode_piece, unread):
             if isinstance(piece, Leases):
                 leases.append(piece.leases, [_Lease(ttl_s, {}) for ttl_s in piece.ttls])
@@ -518,7 +518,7 @@ class Keyspace:
 
     def _end_etcd_lease(self, lease: int) -> None:
         if lease not in self.etcd.leases:
-            raise Refused(Refusal.LEASE_NOT_FOUND)
+            raise RequestRefused(EtcdRefusal.LEASE_NOT_FOUND)
         self._end((self.etcd.leases[lease],))
 
     def _etcd_compact(self, command: EtcdCompact) -> bytes:
@@ -532,7 +532,7 @@ class Keyspace:
             return full
         try:
             result = change()
-        except Refused as refused:
+        except RequestRefused as refused:
             return encode(EtcdRefused(refused.refusal))
         self._count_etcd()
         return encode(EtcdDone(self.etcd.revision, result))

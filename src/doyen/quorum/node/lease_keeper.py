@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import MsgspecError
@@ -330,7 +330,21 @@ class KeyspaceLeases:
             self._loop.call_later(RETRY_S, settle, 0, None, error)
 
 
-Waiting = dict[int, list[tuple[ServedClient, int]]]
+class RenewalClient(Protocol):
+    """A client that waits for renewals, such as `ServedClient`."""
+
+    @property
+    def connection(self) -> Any:
+        """Has `closed`, which says that the client waits no longer."""
+
+    def send(self, answer: Any) -> None:
+        """The lease was renewed."""
+
+    def fail(self, request: int, code: ErrorCode, text: str) -> None:
+        """The lease was not renewed."""
+
+
+Waiting = dict[int, list[tuple[RenewalClient, int]]]
 """Client and request id of each renewal, by lease."""
 
 
@@ -350,7 +364,7 @@ class Renewals:
         self._loop = asyncio.get_running_loop()
         self._waiting: Waiting = {}
 
-    def renew(self, client: ServedClient, request: RenewLease) -> None:
+    def renew(self, client: RenewalClient, request: RenewLease) -> None:
         if not self._waiting:
             self._loop.call_soon(self._send)
         self._waiting.setdefault(request.lease, []).append((client, request.id))

@@ -1,0 +1,118 @@
+"""A quorum that serves etcd's API in this process, and a client that speaks it to any server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from doyen.quorum.etcd_api import rpc
+from doyen.quorum.etcd_api.door import EtcdDoor
+from doyen.quorum.node.server import NodeOptions, NodeServer
+from servers import free_port
+
+POLL_S = 0.01
+
+
+class EtcdClient:
+    """Calls methods of etcd's API, as messages."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+
+    async def __aenter__(self) -> EtcdClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def call(self, method: rpc.EtcdMethod, request: Any = None, **fields: Any) -> Any:
+        call = self._channel.unary_unary(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+        return await call(request or method.request(**fields), timeout=20)
+
+    async def outcome(self, method: rpc.EtcdMethod, request: Any = None, **fields: Any) -> Any:
+        """The response, or the code and the text of the error."""
+        try:
+            return await self.call(method, request, **fields)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, error.details()
+
+    def stream(self, method: rpc.EtcdMethod) -> Any:
+        call = self._channel.stream_stream(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+        return call()
+
+    async def ready(self) -> None:
+        """Wait until the server takes writes."""
+        async with asyncio.timeout(20):
+            while isinstance(await self.outcome(rpc.COMPACT, revision=1 << 60), tuple):
+                found = await self.outcome(rpc.COMPACT, revision=1 << 60)
+                if found[0] == "OUT_OF_RANGE":
+                    return
+                await asyncio.sleep(POLL_S)
+
+
+class Doors:
+    """The nodes of a quorum in this process, each with a door for clients of etcd."""
+
+    def __init__(self, folder: Path, count: int = 1, **options: Any) -> None:
+        names = [f"n{number + 1}" for number in range(count)]
+        self._peers = {name: f"127.0.0.1:{free_port()}" for name in names}
+        self._folder = folder
+        self._options = {"election_s": 0.5, "heartbeat_s": 0.05} | options
+        self.nodes: dict[str, NodeServer] = {}
+        self.doors: dict[str, EtcdDoor] = {}
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"127.0.0.1:{door.port}" for door in self.doors.values()]
+
+    async def start(self, name: str, port: int = 0) -> None:
+        options = NodeOptions(
+            id=name,
+            peers=self._peers,
+            data_dir=self._folder / name,
+            found=True,
+            **self._options,
+        )
+        self.nodes[name] = node = await NodeServer.open(options)
+        self.doors[name] = await EtcdDoor.open(node, options, f"127.0.0.1:{port}")
+
+    async def stop(self, name: str) -> None:
+        await self.doors.pop(name).close()
+        await self.nodes.pop(name).close()
+
+    @property
+    def leader(self) -> str | None:
+        leaders = {node.driver.leader for node in self.nodes.values()}
+        return leaders.pop() if len(leaders) == 1 else None
+
+
+@asynccontextmanager
+async def doors(folder: Path, count: int = 1, **options: Any) -> AsyncIterator[Doors]:
+    """A quorum that takes writes."""
+    quorum = Doors(folder, count, **options)
+    async with AsyncExitStack() as stack:
+        for name in quorum._peers:
+            await quorum.start(name)
+        stack.push_async_callback(_stop_all, quorum)
+        for address in quorum.addresses:
+            async with EtcdClient(address) as client:
+                await client.ready()
+        yield quorum
+
+
+async def _stop_all(quorum: Doors) -> None:
+    for name in [*quorum.nodes]:
+        await quorum.stop(name)
