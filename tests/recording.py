@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from html import escape
@@ -147,7 +148,7 @@ def record() -> list[Frame]:
                 for line in console.render_lines(view.frame(), pad=False)
             ]
             frames.append((0.0 if not frames else round(at_s, 2), [*rows, (), _pressed(at_s)]))
-            time.sleep(FRAME_S)
+            threading.Event().wait(FRAME_S)
     return frames
 
 
