@@ -144,6 +144,15 @@ def test_a_task_that_fails_ends_the_candidacy(
     assert not leader.leads
 
 
+def test_a_task_may_close(make: Make, store: str) -> None:
+    leader = make()
+    leader.task(lambda term: leader.close())
+    leader.open()
+    with doyen.connect_blocking(store) as session:
+        until_blocking(lambda: session.history("e") and not session.line("e"))
+    assert leader.failure is None
+
+
 def test_the_process_may_end_with_a_failure(make: Make) -> None:
     leader, ended = make(on_failure="exit"), threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())

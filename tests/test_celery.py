@@ -111,6 +111,16 @@ def test_the_test_above_notices_if_it_does_not(
     assert taken_over(make, sent) == ["hourly"]
 
 
+def test_a_beat_whose_candidacy_has_failed_ends(make: Make) -> None:
+    scheduler = make(hourly=3600)
+    lead(scheduler)
+    leader = scheduler._leader
+    assert leader is not None
+    leader._life._fail(ValueError("wrong"))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="wrong"):
+        scheduler.tick()
+
+
 def test_a_task_that_is_being_sent_is_sent_before_another_leads(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -11,11 +12,16 @@ import django
 import pytest
 from django.core.management import call_command, load_command_class
 from django.core.management.base import CommandError
+from django.core.signals import request_started
+from django.http import HttpResponse
+from django.test import RequestFactory
 
+from doyen import Term
 from doyen.errors import ConfigError
-from doyen.integrations.django import connect
+from doyen.integrations.django import Leadership, connect
 from doyen.integrations.django.databases import database_url
 from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from support import until_blocking
 
 DJANGO = [sys.executable, "-m", "django"]
 LEAD = [*DJANGO, "lead", "--store-wait", "10s", "e", "work", "--note", "payments"]
@@ -85,6 +91,45 @@ def test_the_command_line_of_doyen_gets_the_store_of_the_settings(
     ((_, command, environ),) = executed
     assert command[1:] == ["-m", "doyen", "leader", "e"]
     assert environ["DOYEN_STORE"] == f"sqlite://{site}"
+
+
+def test_views_are_served_by_the_leader_alone(site: Path) -> None:
+    leader = Leadership("e")
+
+    @leader.required
+    def token(request: Any) -> HttpResponse:
+        return HttpResponse(str(request.doyen_term.token))
+
+    @leader.required
+    async def token_async(request: Any) -> HttpResponse:
+        return token(request)
+
+    request = RequestFactory().get("/")
+    refused = token(request)
+    assert (refused.status_code, refused["Retry-After"]) == (503, "1")
+    assert asyncio.run(token_async(request)).status_code == 503
+    request_started.send(sender=None, environ={"SERVER_SOFTWARE": "WSGIServer"})
+    try:
+        assert leader.wait(20)
+        assert leader.term is not None
+        assert token(request).content == str(leader.term.token).encode()
+        assert asyncio.run(token_async(request)).status_code == 200
+        assert leader.health(request).status_code == 200
+    finally:
+        leader.close()
+
+
+def test_a_failed_task_is_not_healthy(site: Path) -> None:
+    leader = Leadership("e")
+
+    @leader.task
+    def fail(term: Term) -> None:
+        raise ValueError("wrong")
+
+    with leader:
+        until_blocking(lambda: leader.failure)
+        response = leader.health(RequestFactory().get("/"))
+        assert (response.status_code, b"ValueError" in response.content) == (503, True)
 
 
 @pytest.mark.chaos(engine="sqlite")

@@ -48,7 +48,7 @@ from doyen.events.log_lines import log_line
 from doyen.integrations.signals import release_on_sigterm
 from doyen.term import Term
 
-__all__ = ["BackgroundLeadership", "Work", "close_all", "open_all"]
+__all__ = ["BackgroundLeadership", "Work", "all_made", "close_all", "open_all"]
 
 log = logging.getLogger("doyen")
 OnFailure = Literal["unhealthy", "exit"]
@@ -190,6 +190,9 @@ class BackgroundLeadership:
             self.open()
 
 
+_this_thread = threading.local()
+
+
 class _Task:
     """A function that runs on a thread."""
 
@@ -199,6 +202,7 @@ class _Task:
 
     def begin(self, term: Term, fail: Fail) -> None:
         def run() -> None:
+            _this_thread.works = True
             try:
                 self._function(term)
             except (LeadershipLost, StaleToken):
@@ -244,7 +248,8 @@ class _Life:
 
     def close(self) -> None:
         self._asked.put(None)
-        self._closer.join()
+        if not getattr(_this_thread, "works", False):  # a task cannot wait for its own end
+            self._closer.join()
         self._restore()
 
     def _close_when_asked(self) -> None:
@@ -294,15 +299,20 @@ _made: weakref.WeakSet[BackgroundLeadership] = weakref.WeakSet()
 """All of this process. Servers open and close them with their workers."""
 
 
+def all_made() -> list[BackgroundLeadership]:
+    """All that have been made in this process, or before it was forked."""
+    return [*_made]
+
+
 def open_all() -> None:
     """Open all that have been made."""
-    for each in [*_made]:
+    for each in all_made():
         each.open()
 
 
 def close_all() -> None:
     """Close all that this process has opened."""
-    for each in [*_made]:
+    for each in all_made():
         each.close()
 
 

@@ -69,6 +69,8 @@ class LeadingMixin:
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send the next task that is due, or wait to be elected."""
         leader = self._opened()
+        if leader.failure is not None:
+            raise leader.failure  # beat ends, and is started again
         with self._ticking:
             self._in_tick = True
             try:
@@ -102,9 +104,7 @@ class LeadingMixin:
         if self._leader is None:
             conf = self.app.conf
             store, options = conf.get("doyen_store"), conf.get("doyen_options") or {}
-            leader = BackgroundLeadership(
-                self.election, lambda: connect_blocking(store, **options), on_failure="exit"
-            )
+            leader = BackgroundLeadership(self.election, lambda: connect_blocking(store, **options))
             leader._works.append(_Ticks(self._ticking))
             self._leader = leader.open()
         return self._leader

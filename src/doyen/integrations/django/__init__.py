@@ -10,7 +10,7 @@ more: `store`, a URL, and `database`, an alias. The store is, in this order: `DO
 `DATABASES["default"]`.
 
 Needs the extra `django`, and that of the database: `doyen[django,postgresql]`. `manage.py lead` is
-`doyen.integrations.programs`.
+`doyen.integrations.programs`; `Leadership` is for web processes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from django.db import connections
 from doyen.blocking import BlockingSession, connect_blocking
 from doyen.errors import ConfigError
 from doyen.integrations.django.databases import REMEDY, database_url
+from doyen.integrations.django.leadership import DjangoLeadership
 from doyen.integrations.programs import current_term
 
-__all__ = ["connect", "current_term", "store_url"]
+__all__ = ["Leadership", "connect", "current_term", "store_url"]
+
+Leadership = DjangoLeadership
 
 
 def connect(**options: Any) -> BlockingSession:
