@@ -53,20 +53,25 @@ def make(store: str) -> Iterator[Make]:
             scheduler.shutdown()
 
 
-def handed_over(make: Make) -> list[str]:
-    """Have a leader with a running job hand over to another. Returns what happened."""
+def handed_over(make: Make, linger_s: float) -> list[str]:
+    """Have a leader with a running job hand over to another. The job goes on until that runs one,
+    or so long. Returns what happened."""
     happened: list[str] = []
     (first, jobs), (second, others) = make(name="first"), make(name="second")
-    running = threading.Event()
+    running, begun = threading.Event(), threading.Event()
 
     def slow() -> None:
         running.set()
         until_blocking(lambda: not first.leads)
-        threading.Event().wait(0.1)
+        begun.wait(linger_s)
         happened.append("the first job has ended")
 
-    jobs.add_job(slow)
-    others.add_job(lambda: happened.append("the second job runs"), "interval", seconds=0.02)
+    def other() -> None:
+        happened.append("the second job runs")
+        begun.set()
+
+    jobs.add_job(slow, misfire_grace_time=None)
+    others.add_job(other, "interval", seconds=0.02)
     first.start()
     assert running.wait(20)
     second.start()
@@ -78,14 +83,14 @@ def handed_over(make: Make) -> list[str]:
 
 
 def test_a_running_job_is_finished_before_the_next_one_leads(make: Make) -> None:
-    assert handed_over(make) == ["the first job has ended", "the second job runs"]
+    assert handed_over(make, 0.1) == ["the first job has ended", "the second job runs"]
 
 
 def test_the_test_above_notices_if_nobody_waits(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integration._Jobs, "_running", lambda _: False)
-    assert handed_over(make) == ["the second job runs", "the first job has ended"]
+    assert handed_over(make, 20) == ["the second job runs", "the first job has ended"]
 
 
 def taken_over(make: Make) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from doyen.integrations import background
 from doyen.integrations.background import BackgroundLeadership, close_all, open_all
 from support import until_blocking
 
-LINGER_S = 0.1
+LINGER_S, LONG_S = 0.1, 20.0
 
 
 @pytest.fixture
@@ -39,22 +40,25 @@ def make(store: str) -> Iterator[Callable[..., BackgroundLeadership]]:
 Make = Callable[..., BackgroundLeadership]
 
 
-def handed_over(make: Make) -> list[str]:
-    """Have a leader whose task takes a while to end hand over to another. Returns what happened."""
+def handed_over(make: Make, linger_s: float) -> list[str]:
+    """Have a leader whose task takes a while to end hand over to another: until the other begins, or
+    so long. Returns what happened."""
     happened: list[str] = []
     first, second = make(name="first"), make(name="second")
+    begun = threading.Event()
 
     @first.task
     def slow(term: Term) -> None:
         happened.append("first begins")
         term.wait_lost()
         assert not first.leads
-        threading.Event().wait(LINGER_S)
+        begun.wait(linger_s)
         happened.append("first has ended")
 
     @second.task
     def begin(term: Term) -> None:
         happened.append("second begins")
+        begun.set()
         term.wait_lost()
 
     first.open().wait()
@@ -68,14 +72,14 @@ def handed_over(make: Make) -> list[str]:
 
 
 def test_nobody_else_leads_before_the_tasks_have_ended(make: Make) -> None:
-    assert handed_over(make) == ["first begins", "first has ended", "second begins"]
+    assert handed_over(make, LINGER_S) == ["first begins", "first has ended", "second begins"]
 
 
 def test_the_test_above_notices_if_nobody_waits(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background._Task, "end", lambda *_: None)
-    assert handed_over(make) == ["first begins", "second begins", "first has ended"]
+    assert handed_over(make, LONG_S) == ["first begins", "second begins", "first has ended"]
 
 
 def test_tasks_run_again_in_the_next_term(make: Make) -> None:
@@ -198,12 +202,22 @@ def test_a_child_opens_for_itself(make: Make, store: str) -> None:
             leader.open()
             mine = leader.session.line("e")
             code = 0 if not leads and mine[0].name == "parent" else 2
-            open_all()
-            close_all()
+            leader.close()
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert leader.leads
+
+
+def test_a_server_opens_and_closes_all(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_made", weakref.WeakSet())
+    leaders = [make(), make()]
+    open_all()
+    until_blocking(lambda: any(each.leads for each in leaders))
+    close_all()
+    for each in leaders:
+        with pytest.raises(SessionClosed):
+            _ = each.session
 
 
 def test_mistakes_are_reported_when_the_object_is_made(make: Make) -> None:
