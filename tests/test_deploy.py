@@ -187,7 +187,9 @@ def test_supervisord_runs_the_command_at_the_leader(tmp_path: Path, store: str) 
 
             until_blocking(lambda: len(line()) == 2)
             first, second = line()
-            found = re.search(rf"{first}\s+RUNNING\s+pid (\d+)", control("status"))
+            running = rf"{first}\s+RUNNING\s+pid (\d+)"
+            until_blocking(lambda: re.search(running, control("status")))
+            found = re.search(running, control("status"))
             assert found is not None
             os.kill(int(found[1]), signal.SIGKILL)
             until_blocking(lambda: line() == [second, first])

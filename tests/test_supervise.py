@@ -149,11 +149,8 @@ def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path
         "json.dump(state, open(sys.argv[1], 'w'))\n"
     )
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    os.set_inheritable(lock, True)
-    try:
-        assert run([*PYTHON, "-c", script, str(out)], Tenure(proof=(lock,))) == 0
-    finally:
-        os.close(lock)
+    os.set_inheritable(lock, True)  # the supervisor closes what it is given
+    assert run([*PYTHON, "-c", script, str(out)], Tenure(proof=(lock,))) == 0
     leads_group, descriptors, default_term, status = json.loads(out.read_text())
     assert leads_group
     assert descriptors == ["0", "1", "2"]

@@ -61,6 +61,10 @@ class AdminRequest(Struct, frozen=True, array_like=True):
 _decode = Decoder(AdminRequest).decode
 
 
+class NotConnected(OrderFailed):
+    """A node that was just added may connect in a moment."""
+
+
 def changed(members: Membership, request: AdminRequest) -> Membership:
     """The membership that a request leads to; the same, if there is nothing to do."""
     node = request.node
@@ -75,7 +79,7 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
                 raise OrderFailed(f"a cluster has at most {MAX_MEMBERS} nodes: remove one first")
         case "promote" if node in learners:
             if members.cluster and node not in ids:
-                raise OrderFailed(
+                raise NotConnected(
                     f"{node} has not connected yet, so its id is not known; ask again when it has"
                 )
             learners.remove(node)
@@ -198,7 +202,12 @@ class Administration:
             if core.role is not Role.LEADING:
                 respond(NOT_LEADING)
                 return False
-            wanted = changed(core.membership, request)
+            try:
+                wanted = changed(core.membership, request)
+            except NotConnected as error:
+                reason = str(error)
+                await self._pump.pause()
+                continue
             if wanted == core.membership == self._applier.membership:
                 return True
             version = self._applier.machine.version
