@@ -46,7 +46,7 @@ class Tenure(Term):
         self._renewed: list[Callable[[float], None]] = []
 
     def proof(self) -> tuple[int, ...]:
-        return self._proof
+        return tuple(map(os.dup, self._proof))
 
     def run_begins(self) -> int:
         return self.run_number
@@ -149,8 +149,11 @@ def test_the_command_has_a_group_of_its_own_and_nothing_but_stdio(tmp_path: Path
         "json.dump(state, open(sys.argv[1], 'w'))\n"
     )
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    os.set_inheritable(lock, True)  # the supervisor closes what it is given
-    assert run([*PYTHON, "-c", script, str(out)], Tenure(proof=(lock,))) == 0
+    os.set_inheritable(lock, True)
+    try:
+        assert run([*PYTHON, "-c", script, str(out)], Tenure(proof=(lock,))) == 0
+    finally:
+        os.close(lock)
     leads_group, descriptors, default_term, status = json.loads(out.read_text())
     assert leads_group
     assert descriptors == ["0", "1", "2"]
