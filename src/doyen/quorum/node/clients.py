@@ -107,13 +107,13 @@ class ServedClient:
         if error is not None:
             self.fail(request, error_code(error), str(error))
             return
-        if result.startswith(_FULL):
-            self.fail(request, ErrorCode.UNAVAILABLE, _beyond_quota(result))
-            return
-        if result.startswith(_LARGE):
-            refused = decode_result(result)
-            assert isinstance(refused, LargeEntryExists)
-            self._read(self, [RefusedCreate(request, refused.key)])
+        if result.startswith(_SPECIAL):
+            special = decode_result(result)
+            if isinstance(special, LargeEntryExists):
+                self._read(self, [RefusedCreate(request, special.key)])
+            else:
+                assert isinstance(special, QuotaExceeded)
+                self.fail(request, ErrorCode.UNAVAILABLE, _beyond_quota(special))
             return
         ids = self._results_ids
         if not ids:
@@ -162,13 +162,11 @@ def error_code(error: BaseException) -> ErrorCode:
     return ErrorCode.UNUSABLE if isinstance(error, CommandFailed) else ErrorCode.UNKNOWN
 
 
-_FULL, _LARGE = encode(QuotaExceeded(0, 0))[:2], encode(LargeEntryExists(""))[:2]
-"""How the encoded results begin."""
+_SPECIAL = encode(QuotaExceeded(0, 0))[:2], encode(LargeEntryExists(""))[:2]
+"""How the encoded results begin that are not sent as they are."""
 
 
-def _beyond_quota(result: bytes) -> str:
-    full = decode_result(result)
-    assert isinstance(full, QuotaExceeded)
+def _beyond_quota(full: QuotaExceeded) -> str:
     return (
         f"the keyspace is full: {full.bytes} of {full.quota} bytes are in use, and this needs more"
         " than is left of that quota. Delete entries or end leases, or restart every node with a"

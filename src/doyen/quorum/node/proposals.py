@@ -41,6 +41,7 @@ from doyen.quorum.node.leader_calls import DONE, UNKNOWN, LeaderCalls, Respond
 from doyen.quorum.node.pump import Pump, call_safely
 from doyen.quorum.node.replicated import (
     FORGOTTEN_AFTER,
+    KEYSPACE,
     NO_MACHINE,
     Command,
     Failure,
@@ -333,8 +334,37 @@ class Proposals:
         else:
             self._live_bytes += size
             self.queue.append(proposal)
+        self._submitted()
+
+    def submit_writes(
+        self, client: str, floor: int, ids: Sequence[int], bodies: Sequence[bytes], settle: Settle
+    ) -> bool:
+        """`submit`, for commands of one client for the keyspace, without a call for each. Returns
+        False, and does nothing, if some of them have to be refused."""
+        pump, limits, live, queue = self._pump, self._limits, self._live, self.queue
+        size = sum(map(len, bodies))
+        if (
+            pump.stopping
+            or pump.ended
+            or len(live) - self._internal_live + len(bodies) > limits.pending_commands
+            or self._live_bytes + size > limits.pending_bytes
+            or size > limits.command_bytes
+        ):
+            return False
+        deadline = pump.now() + limits.patience_s
+        for seq, body in zip(ids, bodies, strict=True):
+            command = Command(client, seq, floor, KEYSPACE, body)
+            proposal = _Proposal(KEYSPACE, body, settle, deadline, command, seq)
+            live[proposal] = None
+            queue.append(proposal)
+        self._live_bytes += size
+        self._submitted()
+        return True
+
+    def _submitted(self) -> None:
+        pump = self._pump
         if self._sweeper is None:
-            self._sweeper = pump.loop.call_later(limits.patience_s, self._sweep)
+            self._sweeper = pump.loop.call_later(self._limits.patience_s, self._sweep)
         if not pump.flushing:
             pump.flushing = True
             pump.loop.call_soon(pump.flush)

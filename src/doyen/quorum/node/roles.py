@@ -128,18 +128,6 @@ def flaw(body: bytes, role: Role) -> str | None:
     kind = type(command)
     if kind in ADMIN_COMMANDS and not allows(role, "admin"):
         return refusal(role, "admin")
-    if isinstance(command, Create | Put | Update | Enqueue):
-        key = command.line if isinstance(command, Enqueue) else command.key
-        if not 0 < len(key) <= MAX_KEY:
-            return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
-        if key.count("/") >= MAX_LEVELS:
-            return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
-        if len(command.value) > MAX_VALUE:
-            return (
-                f"a value has at most {MAX_VALUE} bytes, not {len(command.value)}: keep large data"
-                " elsewhere, and store here where it is"
-            )
-        return None
     check = _CHECKS.get(kind)
     return "only the quorum's leader may propose this" if check is None else check(command)
 
@@ -147,6 +135,27 @@ def flaw(body: bytes, role: Role) -> str | None:
 def is_early(body: bytes, version: int) -> bool:
     """Whether a command, which a client may propose, needs a later version of the cluster."""
     return version < UPDATES and isinstance(decode_command(body), Update)
+
+
+def _flaw_of_write(command: Create | Put | Update) -> str | None:
+    return _flaw_of_entry(command.key, command.value)
+
+
+def _flaw_of_ticket(command: Enqueue) -> str | None:
+    return _flaw_of_entry(command.line, command.value)
+
+
+def _flaw_of_entry(key: str, value: bytes) -> str | None:
+    if not 0 < len(key) <= MAX_KEY:
+        return f"a key has 1 to {MAX_KEY} characters, not {len(key)}"
+    if key.count("/") >= MAX_LEVELS:
+        return f"a key has at most {MAX_LEVELS} parts between slashes, not {key.count('/') + 1}"
+    if len(value) > MAX_VALUE:
+        return (
+            f"a value has at most {MAX_VALUE} bytes, not {len(value)}: keep large data elsewhere,"
+            " and store here where it is"
+        )
+    return None
 
 
 def _flaw_of_lease(command: Grant) -> str | None:
@@ -166,9 +175,13 @@ def _flawless(command: Revoke | Delete) -> None:
 
 
 _CHECKS: dict[type, Callable[[Any], str | None]] = {
+    Create: _flaw_of_write,
+    Put: _flaw_of_write,
+    Update: _flaw_of_write,
+    Enqueue: _flaw_of_ticket,
     Grant: _flaw_of_lease,
     AdvanceRevision: _flaw_of_floor,
     Revoke: _flawless,
     Delete: _flawless,
 }
-"""What else clients may propose."""
+"""What clients may propose, within which bounds."""

@@ -206,18 +206,21 @@ class Service:
         if not name or len(ids) != len(bodies) or min(ids) < floor:
             client.connection.fail(CloseReason.OUT_OF_TURN, _flaw_of_write(client, request))
             return
-        submit, settle, role = self._driver.submit, client.settle, client.role
-        for number, body in zip(ids, bodies, strict=True):
-            reason = roles.flaw(body, role)
+        flaw, role, version = roles.flaw, client.role, self._keyspace.version
+        flaws = [flaw(body, role) for body in bodies]
+        proposals = self._driver.proposals
+        if version == NEWEST and not any(flaws):
+            if proposals.submit_writes(name, floor, ids, bodies, client.settle):
+                return
+        for number, body, reason in zip(ids, bodies, flaws, strict=True):
             if reason is not None:
                 client.fail(number, ErrorCode.UNUSABLE, reason)
                 continue
-            version = self._keyspace.version
             if version < NEWEST and roles.is_early(body, version):
                 client.fail(number, ErrorCode.UNAVAILABLE, _EARLY.format(version))
                 continue
             try:
-                submit(KEYSPACE, body, settle, (name, number, floor))
+                proposals.submit(KEYSPACE, body, client.settle, (name, number, floor))
             except DoyenError as error:
                 unusable = isinstance(error, ConfigError)
                 code = ErrorCode.UNUSABLE if unusable else ErrorCode.UNAVAILABLE

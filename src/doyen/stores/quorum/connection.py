@@ -204,9 +204,11 @@ class QuorumConnection:
 
     # Requests.
 
-    def write(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
-        """Have a command carried out once, and return its result."""
-        return self.ask(None, body=encode(command))
+    def write(
+        self, command: KeyspaceCommand, read: Callable[[Result], Any] | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Have a command carried out once, and return its result, or what `read` makes of it."""
+        return self.ask(None, body=encode(command), read=read)
 
     async def ask(
         self,
@@ -215,10 +217,11 @@ class QuorumConnection:
         body: bytes = b"",
         *,
         here: bool = False,
+        read: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Send a request that may be repeated. `make` makes it with its id; `take` receives the
         chunks of a backup. Without `make`, it is a write with this body. With `here`, it is not
-        sent again on another connection."""
+        sent again on another connection. `read` makes the value to return of the response."""
         # Numbered at the same time as it is registered: the floor skips unregistered numbers.
         if make is None:
             self._write_ids.last = number = self._write_ids.last + 1
@@ -232,12 +235,13 @@ class QuorumConnection:
         else:
             self._connect()
         try:
-            return await future
+            response = await future
         except asyncio.CancelledError:
             self.probe()
             raise
         finally:
             del self._calls[number]
+        return response if read is None else read(response)
 
     async def ask_if(
         self, able: Callable[[NodeStatus], bool], make: Callable[[int], Request]

@@ -166,20 +166,28 @@ class QuorumStore(GuardedStore):
             case other:
                 raise _unexpected(other)
 
-    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        return await self._replace(Put(key, value, _version(if_version)), None)
+    def put(
+        self, key: str, value: bytes, *, if_version: Version | None
+    ) -> Coroutine[Any, Any, Entry | None]:
+        return self._replace(Put(key, value, _version(if_version)), None)
 
-    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+    def update(self, entry: Entry, value: bytes) -> Coroutine[Any, Any, Entry | None]:
         command = Update(entry.key, value, _version(entry.version))
-        return await self._replace(command, entry.lease)
+        return self._replace(command, entry.lease)
 
-    async def _replace(self, command: Put | Update, lease: str | None) -> Entry | None:
-        result = await self._write(command)
-        if isinstance(result, Written):
-            return Entry(command.key, command.value, result.revision, result.version, lease)
-        if isinstance(result, ConditionFailed):
-            return None
-        raise _unexpected(result)
+    def _replace(
+        self, command: Put | Update, lease: str | None
+    ) -> Coroutine[Any, Any, Entry | None]:
+        """One coroutine for each write, since clients make many of them."""
+
+        def read(result: Result) -> Entry | None:
+            if isinstance(result, Written):
+                return Entry(command.key, command.value, result.revision, result.version, lease)
+            if isinstance(result, ConditionFailed):
+                return None
+            raise _unexpected(result)
+
+        return self._write(command, read)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         result = await self._write(Delete(key, _version(if_version)))
@@ -277,9 +285,11 @@ class QuorumStore(GuardedStore):
         except Exception as error:  # noqa: BLE001 - reported as the reason
             return NodeAnswer(address, None, str(error))
 
-    def _write(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Result]:
+    def _write(
+        self, command: KeyspaceCommand, read: Callable[[Result], Any] | None = None
+    ) -> Coroutine[Any, Any, Any]:
         self._require_usable()
-        return self._requests.write(command)
+        return self._requests.write(command, read)
 
     async def _find(self, make: Callable[[int], Any]) -> Entry | None:
         self._require_usable()
