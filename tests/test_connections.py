@@ -316,7 +316,7 @@ async def test_tls_without_a_certificate_that_is_known(
 ) -> None:
     async with Nodes() as nodes:
         node = await nodes.add("n1", security=tls(certificates, "server"))
-        with pytest.raises((ConnectionRefused, StoreUnavailable)):
+        with pytest.raises((ConnectionRefused, StoreUnavailable), match="certificate"):
             await call(node.address, security=tls(certificates, own))
         await until(lambda: not node.listener.pending)
         assert node.counts == {"tls": 1}

@@ -379,13 +379,16 @@ async def test_when_every_disk_is_full_one_leader_stays(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     (leader,) = world.leaders()
+    refusals: list[str] = []
     for disk in world.disks.values():
         disk.full = True
     for node in [*world.nodes.values()] * 20:
-        with pytest.raises(StoreUnavailable, match=f"disk of node {leader.id}.* is full"):
+        with pytest.raises(StoreUnavailable, match=f"of nodes? {leader.id}.* full") as refused:
             await node.propose(USER, b"a")
+        refusals.append(str(refused.value))
         await node.barrier()
         await asyncio.sleep(0.1)
+    assert all(name in refusals[-1] for name in world.nodes), "a refusal names every full disk"
     assert world.leaders() == [leader]
     assert leader.generation == 1
     logged = [

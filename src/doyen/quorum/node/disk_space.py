@@ -119,11 +119,13 @@ class DiskSpace:
         if self._journal.full is not self._pump.disk_full:
             self._check()
         waiting = self._journal.queued
+        if (self._pump.disk_full or self._reports) and not self._majority_has_space():
+            full = self.without_space()
+            which = f"disk of node {full[0]} is" if len(full) == 1 else ""
+            which = which or f"disks of nodes {', '.join(full)} are"
+            return f"the {which} full, so no majority has room: make room there"
         if self._pump.disk_full:
             return f"the disk of node {self._pump.id}, which leads, is full: make room there"
-        if self._reports and not self._majority_has_space():
-            names = ", ".join(self.without_space())
-            return f"the disks of nodes {names} are full, so no majority has room: make room there"
         if waiting > self._limits.journal_bytes:
             return (
                 f"{waiting} bytes wait for the disk of node {self._pump.id}, which leads: it is"

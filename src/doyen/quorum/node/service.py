@@ -209,9 +209,9 @@ class Service:
         flaw, role, version = roles.flaw, client.role, self._keyspace.version
         flaws = [flaw(body, role) for body in bodies]
         proposals = self._driver.proposals
-        if version == NEWEST and not any(flaws):
-            if proposals.submit_writes(name, floor, ids, bodies, client.settle):
-                return
+        fine = version == NEWEST and not any(flaws)
+        if fine and proposals.submit_writes(name, floor, ids, bodies, client.settle):
+            return
         for number, body, reason in zip(ids, bodies, flaws, strict=True):
             if reason is not None:
                 client.fail(number, ErrorCode.UNUSABLE, reason)

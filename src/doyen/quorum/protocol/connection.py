@@ -441,6 +441,8 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
         self._gone.set_result(None)
         if not self.established.done():
             why = f": {exc}" if exc is not None else ""
+            if not why and self._transport.get_extra_info("sslcontext") is not None:
+                why = "; it may not accept the certificate of this side, or need one"
             self._not_established(
                 StoreUnavailable(f"{self} closed the connection before the handshake ended{why}")
             )
