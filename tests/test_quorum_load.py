@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 
 import pytest
 
@@ -21,6 +22,7 @@ from doyen.quorum.keyspace.commands import (
 )
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.clients import PIECE
+from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.replicated import USER
 from doyen.quorum.protocol.connection import BOUND, HIGH_WATER
 from doyen.quorum.protocol.frames import MAX_FRAME
@@ -348,3 +350,35 @@ def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
         assert caplog.text.count("event=snapshot_failed") == 1
 
     run(main, limits=SMALL)
+
+
+async def median_s(world: World, node: Driver) -> float:
+    """How long a write takes through this node, at 2,000 of them a second."""
+    took: list[float] = []
+
+    async def write() -> None:
+        began = world.loop.time()
+        await node.propose(USER, b"x")
+        took.append(world.loop.time() - began)
+
+    async with asyncio.TaskGroup() as writes:
+        for _ in range(300):
+            writes.create_task(write())
+            await asyncio.sleep(1 / 2000)
+    return statistics.median(took)
+
+
+@pytest.mark.parametrize("sync_s", [0.001, 0.003, 0.01, 0.03])
+def test_a_write_through_a_follower_takes_little_longer_at_any_speed_of_the_disk(
+    sync_s: float,
+) -> None:
+    async def main() -> None:
+        world = World(delay_s=0.00005)
+        await world.boot()
+        leader = await world.leader()
+        for disk in world.disks.values():
+            disk.sync_s = sync_s
+        at_leader = await median_s(world, leader)
+        assert await median_s(world, follower_of(world)) <= 1.25 * at_leader
+
+    run_virtual(main)

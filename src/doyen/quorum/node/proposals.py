@@ -77,9 +77,10 @@ class ProposalLimits(Struct, frozen=True, kw_only=True):
     pending_bytes: int = 64 << 20
     internal_commands: int = 1024
     """Commands of the node itself under way at a time. Proposals of clients are not counted."""
-    forwards: int = 4
+    forwards: int = 8
     """Batches that a follower has sent to the leader and that are not answered yet. What is
-    proposed meanwhile is gathered into the next ones."""
+    proposed meanwhile is gathered into the next ones. As many as `pipeline`: with fewer, a write
+    waits longer at a follower than it would at the leader."""
     pipeline: int = 8
     """Entries of our own that may be under way before what comes next is gathered up."""
     journal_bytes: int = 64 << 20
