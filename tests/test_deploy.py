@@ -287,7 +287,7 @@ def composed(folder: Path) -> Iterator[list[int]]:
             process.wait()
 
 
-@pytest.mark.chaos("quorum")
+@pytest.mark.chaos
 def test_the_nodes_of_the_compose_file_form_a_quorum(tmp_path: Path) -> None:
     with composed(tmp_path) as ports:
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from doyen.cli import COMMANDS, parsers
-from doyen.cli._output import Exit, print_json
+from doyen.cli._output import Exit, add_option, print_json
 
 MANUAL = """\
-Prints the same as `doyen COMMAND --help`; without a command, the same as `doyen --help`.
+Prints the same as `doyen COMMAND --help`; without a command, the same as `doyen --help`. With --man
+it prints a manual page for man(1).
 
 exit codes:
   0    done
@@ -17,6 +18,8 @@ exit codes:
 examples:
   doyen help
   doyen help run
+  # installed with the package too, as share/man/man1/doyen.1
+  doyen help --man > ~/.local/share/man/man1/doyen.1
 """
 
 
@@ -28,11 +31,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=list(COMMANDS),
         help="the command (default: all)",
     )
+    add_option(parser, "--man", "print a manual page, for man")
 
 
 def run(args: argparse.Namespace) -> int:
     top, commands = parsers(*filter(None, [args.command]))
     text = (commands[args.command] if args.command else top).format_help()
+    if args.man:
+        from doyen.cli._man import man_page
+
+        text = man_page(args.command)
     if args.json:
         print_json({"command": args.command, "help": text})
     else:
