@@ -21,8 +21,11 @@ POLL_S = 0.01
 class EtcdClient:
     """Calls methods of etcd's API, as messages."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, credentials: Any = None) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials)
 
     async def __aenter__(self) -> EtcdClient:
         return self
@@ -100,7 +103,9 @@ class Doors:
 
 
 @asynccontextmanager
-async def doors(folder: Path, count: int = 1, **options: Any) -> AsyncIterator[Doors]:
+async def doors(
+    folder: Path, count: int = 1, *, credentials: Any = None, **options: Any
+) -> AsyncIterator[Doors]:
     """A quorum that takes writes."""
     quorum = Doors(folder, count, **options)
     async with AsyncExitStack() as stack:
@@ -108,7 +113,7 @@ async def doors(folder: Path, count: int = 1, **options: Any) -> AsyncIterator[D
             await quorum.start(name)
         stack.push_async_callback(_stop_all, quorum)
         for address in quorum.addresses:
-            async with EtcdClient(address) as client:
+            async with EtcdClient(address, credentials) as client:
                 await client.ready()
         yield quorum
 

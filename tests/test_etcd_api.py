@@ -18,6 +18,7 @@ from doyen.quorum.etcd_api.door import check_access
 from doyen.quorum.keyspace.etcd_state import EtcdKeyspace
 from doyen.quorum.protocol.security import TLS, Security
 from etcd_door import POLL_S, EtcdClient, doors
+from servers.certificates import LEAF, Certificates
 
 PATIENCE_S = 20.0
 
@@ -208,10 +209,10 @@ def test_the_json_gateway(tmp_path: Path) -> None:
             }
             _, done = await post(address, "/v3/kv/txn", txn)
             assert done["succeeded"]
-            _, granted = await post(address, "/v3/lease/grant", {"TTL": "7", "ID": "5"})
-            assert (granted["ID"], granted["TTL"]) == ("5", "7")
+            _, granted = await post(address, "/v3/lease/grant", {"TTL": "700", "ID": "5"})
+            assert (granted["ID"], granted["TTL"]) == ("5", "700")
             _, kept = await _post(address, "/v3/lease/keepalive", b'{"ID": 5}')
-            assert json.loads(kept.splitlines()[1])["result"]["TTL"] == "7"
+            assert json.loads(kept.splitlines()[1])["result"]["TTL"] == "700"
             status, refused = await post(address, "/v3/kv/range", {})
             text = "etcdserver: key is not provided"
             assert (status, refused) == (400, {"error": text, "message": text, "code": 3})
@@ -227,7 +228,7 @@ def test_the_json_gateway(tmp_path: Path) -> None:
                 body = json.dumps({"ID": 5}).encode()
                 head = f"POST /v3/kv/lease/timetolive HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
                 writer.write(head.encode() + b"Host: x\r\n\r\n" + body)
-                await asyncio.wait_for(reader.readuntil(b'"grantedTTL":"7"}'), PATIENCE_S)
+                await asyncio.wait_for(reader.readuntil(b'"grantedTTL":"700"}'), PATIENCE_S)
             create = json.dumps({"create_request": {"key": encoded(b"k")}}).encode()
             head = f"POST /v3/watch HTTP/1.1\r\nHost: x\r\nContent-Length: {len(create)}\r\n\r\n"
             writer.write(head.encode() + create)
@@ -286,7 +287,7 @@ def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
             gone = f"127.0.0.1:{quorum.doors[leader].port}"
             other = next(each for each in quorum.addresses if each != gone)
             async with EtcdClient(gone) as lost, EtcdClient(other) as client:
-                lease = (await client.call(rpc.GRANT, TTL=1)).ID
+                lease = (await client.call(rpc.GRANT, TTL=60)).ID
                 await client.call(rpc.PUT, key=b"mine", lease=lease)
                 keeping = client.stream(rpc.KEEP_ALIVE)
                 watching = await watch(lost, key=b"w")
@@ -300,15 +301,53 @@ def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
                 for number in range(1, 4):
                     await client.call(rpc.PUT, key=b"w", value=b"%d" % number)
                     await keeping.write(rpc.KEEP_ALIVE.request(ID=lease))
-                    assert (await read(keeping)).TTL == 1
+                    assert (await read(keeping)).TTL == 60
                 resumed = await watch(client, key=b"w", start_revision=seen[-1][0] + 1)
                 assert [value for _, value in await events(resumed, 3)] == [b"1", b"2", b"3"]
                 assert (await client.call(rpc.RANGE, key=b"mine")).count == 1
-                # Not renewed any more, it ends, and its key with it.
-                ends = await watch(client, key=b"mine")
-                assert await events(ends, 1)
-                await keeping.write(rpc.KEEP_ALIVE.request(ID=lease))
+                # A lease that is not renewed ends, and its key with it.
+                short = await client.call(rpc.GRANT, TTL=0)
+                assert short.TTL == 1
+                ends = await watch(client, key=b"short", filters=["NOPUT"])
+                put = await client.outcome(rpc.PUT, key=b"short", lease=short.ID)
+                if isinstance(put, tuple):
+                    assert put[0] == "NOT_FOUND", "it has ended already"
+                else:
+                    assert await events(ends, 1)
+                await keeping.write(rpc.KEEP_ALIVE.request(ID=short.ID))
                 assert (await read(keeping)).TTL == 0
+
+    run(trial())
+
+
+def test_certificates(tmp_path: Path) -> None:
+    """The door admits clients with a certificate of the node's authority, but no onlookers."""
+    made = Certificates(tmp_path)
+    made._signed("onlooker", "ca", *LEAF, "extendedKeyUsage=clientAuth", unit="doyen-onlooker")
+    tls = TLS(
+        certificate=made.certificate("server"),
+        key=made.key("server"),
+        authority=made.certificate("ca"),
+    )
+
+    def credentials(name: str) -> Any:
+        return grpc.ssl_channel_credentials(
+            made.certificate("ca").read_bytes(),
+            made.key(name).read_bytes(),
+            made.certificate(name).read_bytes(),
+        )
+
+    async def trial() -> None:
+        client = credentials("client")
+        async with doors(tmp_path / "nodes", tls=tls, credentials=client) as quorum:
+            (address,) = quorum.addresses
+            async with EtcdClient(address, client) as admitted:
+                await admitted.call(rpc.PUT, key=b"a")
+                members = (await admitted.call(rpc.MEMBER_LIST)).members
+                assert members[0].clientURLs == [f"https://{address}"]
+            for name in ("guest", "onlooker"):
+                async with EtcdClient(address, credentials(name)) as refused:
+                    assert (await refused.outcome(rpc.RANGE, key=b"a"))[0] == "UNAVAILABLE"
 
     run(trial())
 

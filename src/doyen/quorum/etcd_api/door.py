@@ -22,7 +22,12 @@ from doyen.quorum.etcd_api.gateway import Gateway
 from doyen.quorum.etcd_api.grpc_server import make_server
 from doyen.quorum.etcd_api.service import EtcdApi
 from doyen.quorum.node.server import NodeOptions, NodeServer
-from doyen.quorum.protocol.security import Security, check_exposure, parse_address
+from doyen.quorum.protocol.security import (
+    Security,
+    certificate_role,
+    check_exposure,
+    parse_address,
+)
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 READ: Final = 1 << 18
@@ -109,6 +114,7 @@ class EtcdDoor:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
+        await asyncio.sleep(0)  # in which the loop closes aborted connections
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,15 +127,20 @@ class EtcdDoor:
         self._connections.add(task)
         try:
             await self._serve(reader, writer)
+            writer.close()
+            async with asyncio.timeout(FIRST_S):
+                await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the client has gone
         except asyncio.CancelledError:
             pass  # the door is being closed; asyncio would log the cancellation
         finally:
             self._connections.discard(task)
-            writer.transport.abort() if writer.is_closing() else writer.close()
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if certificate_role(writer.get_extra_info("peercert")) == "onlooker":
+            return  # its role allows no writes, and the API does not tell roles apart
         async with asyncio.timeout(FIRST_S):
             first = await reader.readexactly(1)
             # The first line of any HTTP request is longer than this.

@@ -62,7 +62,7 @@ from doyen.quorum.keyspace.commands import (
     decode_result,
     encode,
 )
-from doyen.quorum.keyspace.etcd_requests import EtcdRequests, EtcdResults
+from doyen.quorum.keyspace.etcd_requests import EtcdRequests, EtcdResults, KeysRead
 from doyen.quorum.keyspace.etcd_state import RequestRefused, only_reads
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import ETCD
@@ -75,6 +75,8 @@ VERSION: Final = "3.5.28"
 """The version of etcd whose API this is, which clients compare."""
 MAX_TTL: Final = 9_000_000_000
 """etcd's longest lease, in seconds."""
+LARGE: Final = 2000
+"""The response of more keys than this is put together on another thread."""
 DOORS: Final = "nodes/{}/etcd"
 """The key, in doyen's own keyspace, of the URL under which a node serves this API."""
 REGISTER_RETRY_S: Final = 0.2
@@ -221,8 +223,12 @@ class EtcdApi:
         except RequestRefused as refused:
             raise fail(REFUSALS[refused.refusal]) from None
 
-    def _answer(self, result: EtcdResults) -> Any:
-        return response(result, self.header(result.revision))
+    async def _answer(self, result: EtcdResults) -> Any:
+        header = self.header(result.revision)
+        if isinstance(result, KeysRead) and len(result.records) > LARGE:
+            # Heartbeats must not wait for it.
+            return await asyncio.to_thread(response, result, header)
+        return response(result, header)
 
     # Keys.
 
@@ -230,20 +236,20 @@ class EtcdApi:
         request = range_request(message)
         if not message.serializable:
             await self.current()
-        return self._answer(self.read(request))
+        return await self._answer(self.read(request))
 
     async def put(self, message: Any) -> Any:
-        return self._answer(await self.change(put_request(message)))
+        return await self._answer(await self.change(put_request(message)))
 
     async def delete_range(self, message: Any) -> Any:
-        return self._answer(await self.change(delete_request(message)))
+        return await self._answer(await self.change(delete_request(message)))
 
     async def txn(self, message: Any) -> Any:
         request = txn_request(message)
         if only_reads(request):
             await self.current()
-            return self._answer(self.read(request))
-        return self._answer(await self.change(request))
+            return await self._answer(self.read(request))
+        return await self._answer(await self.change(request))
 
     async def _compact(self, message: Any) -> Any:
         done = await self.propose(EtcdCompact(message.revision))

@@ -209,6 +209,7 @@ class WatchStream:
                 quiet.discard(watch)
                 for response in self._tell(watch):
                     yield response
+                await asyncio.sleep(0)  # a long history must not delay heartbeats
                 continue
             self._ready.clear()
             try:
