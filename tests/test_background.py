@@ -41,8 +41,8 @@ Make = Callable[..., BackgroundLeadership]
 
 
 def handed_over(make: Make, linger_s: float) -> list[str]:
-    """Have a leader whose task takes a while to end hand over to another: until the other begins,
-    or so long. Returns what happened."""
+    """Have a leader hand over to another. Its task ends when the other's begins, or after so long.
+    Returns what happened."""
     happened: list[str] = []
     first, second = make(name="first"), make(name="second")
     begun = threading.Event()

@@ -531,7 +531,9 @@ def test_leaders_on_uvicorn_are_killed_terminated_and_fail(tmp_path: Path) -> No
             ends.callback(process.wait)
             ends.callback(process.kill)
             processes[process.pid], ports[process.pid] = process, port
-        until_blocking(lambda: all(get(port, "/token") in (200, 503) for port in ports.values()))
+        until_blocking(
+            lambda: all(get(port, "/token") in (200, 503) for port in ports.values()), within_s=60
+        )
         until_blocking(lambda: [get(port, "/token") for port in ports.values()].count(200) == 1)
         killed = terms()[0][1]
         processes[killed].kill()
