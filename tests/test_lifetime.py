@@ -97,9 +97,9 @@ asyncio.run(main())
 """
 
 
-def start(program: str, store: str, audit: Path) -> subprocess.Popen[str]:
+def start(program: str, store: str, audit: Path, *more: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program, store, str(audit)],
+        [sys.executable, "-c", PRELUDE + program, store, str(audit), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -314,9 +314,10 @@ COMMAND = json.loads(sys.argv[3])
 async def main():
     async with (
         Supervisor(COMMAND) as supervisor,
-        doyen.connect(STORE, ttl_s=10, stop_budget_s=0.8) as session,
+        doyen.connect(STORE, ttl_s=30, stop_budget_s=0.8) as session,
         session.campaign("e") as term,
     ):
+        say("leading")
         await supervisor.run(term)
 """
 RUNNER = SUPERVISED + "asyncio.run(main())\n"
@@ -348,13 +349,10 @@ def test_a_successor_waits_for_the_command_of_a_process_that_ends(
 ) -> None:
     """The command ignores SIGTERM, so that the guard has to kill it after its grace."""
     work = Stamps(tmp_path / "stamps")
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program, store, "", json.dumps(work.command)],
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(program, store, Path(), json.dumps(work.command))
     try:
         until(work.all_write, "the command runs")
-        with doyen.connect_blocking(store, ttl_s=10) as session:
+        with doyen.connect_blocking(store, ttl_s=30) as session:
             for signum in signals:
                 if process.poll() is None:
                     process.send_signal(signum)
@@ -366,14 +364,15 @@ def test_a_successor_waits_for_the_command_of_a_process_that_ends(
         assert work.last() < led_at
     finally:
         process.kill()
-        process.wait()
         work.kill()
+        process.communicate()
 
 
 WORKER = """
 import struct
 from concurrent.futures import ThreadPoolExecutor
 def work(term, path):
+    say("leading")
     file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
     left = 50
     while left:
@@ -387,7 +386,7 @@ TO_THREAD = (
     WORKER
     + """
 async def main():
-    async with doyen.connect(STORE, ttl_s=60, stop_budget_s=1.0) as session:
+    async with doyen.connect(STORE, ttl_s=60, stop_budget_s=20) as session:
         async with session.campaign("e") as term:
             await asyncio.to_thread(int)  # leaves an idle thread behind
             await asyncio.to_thread(work, term, sys.argv[3])
@@ -397,7 +396,7 @@ asyncio.run(main())
 POOL = (
     WORKER
     + """
-with doyen.connect_blocking(STORE, ttl_s=60, stop_budget_s=1.0) as session:
+with doyen.connect_blocking(STORE, ttl_s=60, stop_budget_s=20) as session:
     with session.campaign("e") as term, ThreadPoolExecutor() as pool:
         pool.submit(work, term, sys.argv[3])
         rest()
@@ -410,9 +409,7 @@ def test_a_successor_waits_for_what_a_body_does_in_a_pool_of_threads(
     program: str, store: str, tmp_path: Path
 ) -> None:
     stamp = tmp_path / "stamp"
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program, store, "", str(stamp)],
-    )
+    process = start(program, store, Path(), str(stamp))
     try:
         until(lambda: stamp.exists() and stamp.stat().st_size == 8, "the body works")
         with doyen.connect_blocking(store, ttl_s=60) as session:
@@ -425,7 +422,7 @@ def test_a_successor_waits_for_what_a_body_does_in_a_pool_of_threads(
         assert began < struct.unpack("<d", last.read_bytes())[0] < led_at
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @virtual
