@@ -386,7 +386,7 @@ TO_THREAD = (
     WORKER
     + """
 async def main():
-    async with doyen.connect(STORE, ttl_s=60, stop_budget_s=20) as session:
+    async with doyen.connect(STORE, ttl_s=60, stop_budget_s=10) as session:
         async with session.campaign("e") as term:
             await asyncio.to_thread(int)  # leaves an idle thread behind
             await asyncio.to_thread(work, term, sys.argv[3])
@@ -396,7 +396,7 @@ asyncio.run(main())
 POOL = (
     WORKER
     + """
-with doyen.connect_blocking(STORE, ttl_s=60, stop_budget_s=20) as session:
+with doyen.connect_blocking(STORE, ttl_s=60, stop_budget_s=10) as session:
     with session.campaign("e") as term, ThreadPoolExecutor() as pool:
         pool.submit(work, term, sys.argv[3])
         rest()
