@@ -88,7 +88,7 @@ examples:
   doyen run billing --store sqlite:///var/lib/app/doyen.db -- python worker.py
   # give up if not elected within a minute
   doyen run billing --wait 60 --once -- ./worker --verbose
-  # in the crontab of every host: the job runs once a night, and all of them return its exit code
+  # in the crontab of every host: it runs once a night, and all return its code
   doyen run nightly --once-in 12h --wait 2h -- ./nightly
   # ahead of others in line; restarted whenever it ends; with an audit log
   doyen run billing --priority 10 --restart --audit billing.jsonl -- ./worker
