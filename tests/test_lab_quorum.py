@@ -377,7 +377,7 @@ def test_a_run_leaves_nothing_behind() -> None:
 
     def worlds() -> int:
         gc.collect()
-        return sum(isinstance(kept, QuorumWorld) for kept in gc.get_objects())
+        return sum(type(kept) is QuorumWorld for kept in gc.get_objects())
 
     before = worlds()
     assert run("raft", nodes=3, seed=1, world="quorum", for_s=10).ok
