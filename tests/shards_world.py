@@ -5,7 +5,10 @@ It is the world of `swarm`, whose processes own shards of one set. In addition t
 - no shard has two valid owners, and no shard has two bodies in one process;
 - with a barrier, all valid owners are of one generation, and a body begins only in the generation
   of the plan in the store;
-- plans are written with increasing versions and tokens that do not decrease.
+- plans are written with increasing versions and tokens that do not decrease;
+- no body begins while there is no plan that can be read, except by an answer that was under way.
+
+In the world of a vandal, another program deletes the plan or overwrites it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import ShardSpec
 from doyen.model import Claim, Entry, Version, encode_json, shards_key
-from swarm import Oracle, Process, WatchedServer, World
+from swarm import TTL_S, Oracle, Process, WatchedServer, World
 
 PLAN = shards_key("jobs", "plan")
 NAMES = [f"m{n}" for n in range(6)]
@@ -35,7 +38,13 @@ class ShardOracle(Oracle):
         self.barrier = False
         self.running: dict[int, ShardTerm] = {}
         self.plan: Versioned | None = None
+        self.vandalised_at = 0.0
         self.begun = 0
+
+    def vandalised(self) -> None:
+        """The plan is gone. Nobody can know the version that it had."""
+        self.plan = None
+        self.vandalised_at = asyncio.get_running_loop().time()
 
     def planned(self, entry: Entry) -> None:
         before, self.plan = self.plan, Versioned.decode(entry)
@@ -51,7 +60,10 @@ class ShardOracle(Oracle):
 
     def begins(self, term: ShardTerm) -> None:
         self.begun += 1
-        assert self.plan is not None
+        if self.plan is None:
+            if asyncio.get_running_loop().time() > self.vandalised_at + TTL_S / 3:
+                self.object(f"{term} begins without a plan")
+            return
         plan = ShardPlan.decode(self.plan.body)
         if self.barrier and term.generation != plan.generation:
             self.object(f"{term} begins in generation {plan.generation}")
@@ -186,7 +198,8 @@ class ShardWorld(World):
         return {int(each.key.split("/")[3]): Claim.decode(each.value).name for each in entries}
 
     def current(self) -> ShardPlan:
-        assert self.oracle.plan is not None
+        if self.oracle.plan is None:
+            return ShardPlan()
         return ShardPlan.decode(self.oracle.plan.body)
 
     def is_settled(self) -> bool:
@@ -205,3 +218,19 @@ class ShardWorld(World):
             and not plan.moves
             and not plan.unheld
         )
+
+
+class VandalWorld(ShardWorld):
+    """Another program writes to the plan."""
+
+    happenings: ClassVar = {**ShardWorld.happenings, "vandalise": 2}
+
+    def vandalise(self, _: Process) -> None:
+        entry = self.server.get(PLAN)
+        if entry is None:
+            return
+        self.oracle.vandalised()
+        if self.rng.random() < 0.5:
+            self.server.delete(PLAN, entry.version)
+        else:
+            WatchedServer.put(self.server, PLAN, b"vandalised", entry.version)

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -32,11 +33,22 @@ PINS = st.dictionaries(st.integers(0, 5), st.sampled_from(NAMES), max_size=2)
 def is_balanced(
     owners: Sequence[str], members: Mapping[str, Eligible], pinned: set[int], exact: bool
 ) -> bool:
+    """Whether each load is near the level of a vessel into which water is poured: members have
+    their pinned shards at the bottom, and the others are spread evenly above."""
     free = [owner for shard, owner in enumerate(owners) if shard not in pinned]
-    total = sum(each.weight for each in members.values())
-    for name, each in members.items():
-        distance = abs(free.count(name) * total - len(free) * each.weight)
-        if distance > total or (exact and distance >= total):
+    fixed = Counter(owners[shard] for shard in pinned)
+    weight = {name: Fraction(each.weight) for name, each in members.items()}
+    below = sorted(members, key=lambda name: fixed[name] / weight[name])
+    level = Fraction(0)
+    for last in range(1, len(below) + 1):
+        content = len(free) + sum(fixed[name] for name in below[:last])
+        level = content / sum((weight[name] for name in below[:last]), Fraction(0))
+        if last < len(below) and level <= fixed[below[last]] / weight[below[last]]:
+            break
+    for name in members:
+        ideal = max(Fraction(0), level * weight[name] - fixed[name])
+        distance = abs(free.count(name) - ideal)
+        if distance > 1 or (exact and distance >= 1):
             return False
     return True
 
@@ -112,6 +124,14 @@ def test_one_move_at_a_time_adds_up_to_the_fewest() -> None:
     assert steps == fewest
 
 
+def test_preferred_shards_count() -> None:
+    """A member to which half of all shards are pinned gets none of the others."""
+    members = {name: Eligible() for name in "abc"}
+    pins = dict.fromkeys(range(6), "a")
+    owners = choose_owners([NO_MEMBER] * 12, members, pins=pins, exact=True)
+    assert Counter(owners) == {"a": 6, "b": 3, "c": 3}
+
+
 def test_an_orphan_goes_to_its_standby() -> None:
     members = {name: Eligible() for name in "bcd"}
     current = ["gone"] * 3 + ["b", "c", "d"] * 3
@@ -152,6 +172,15 @@ def from_nothing(current: Sequence[str], members: Any, **options: Any) -> list[s
     return choose_owners([NO_MEMBER] * len(current), members, **options)
 
 
+def pins_uncounted(current: Sequence[str], members: Any, **options: Any) -> list[str]:
+    """Preferred shards come on top of an equal share of the others."""
+    pins = options.pop("pins")
+    pinned = {shard: name for shard, name in pins.items() if name in members}
+    free = [owner for shard, owner in enumerate(current) if shard not in pinned]
+    wanted = iter(choose_owners(free, members, **options))
+    return [pinned.get(shard) or next(wanted) for shard in range(len(current))]
+
+
 def round_robin(current: Sequence[str], members: Any, **_: Any) -> list[str]:
     names = sorted(members)
     return [names[shard % len(names)] for shard in range(len(current))]
@@ -163,17 +192,24 @@ def keeps_everything(current: Sequence[str], members: Any, **options: Any) -> li
 
 
 @pytest.mark.parametrize(
-    "mutant", [without_hysteresis, from_nothing, round_robin, keeps_everything]
+    "mutant",
+    [without_hysteresis, from_nothing, pins_uncounted, round_robin, keeps_everything],
 )
 def test_the_oracle_sees_a_wrong_planner(mutant: Callable[..., list[str]]) -> None:
     members = {"a": Eligible(), "b": Eligible(), "c": Eligible(2.0)}
-    found = 0
-    for current in itertools.product("abc", repeat=5):
+
+    def is_seen(pins: dict[int, str], current: Sequence[str]) -> bool:
         try:
-            check(current, members, {0: "a"}, False, mutant)
+            check(current, members, pins, False, mutant)
         except AssertionError:
-            found += 1
-    assert found
+            return True
+        return False
+
+    assert any(
+        is_seen(pins, current)
+        for count, pins in ((4, {}), (5, {0: "a"}))
+        for current in itertools.product("abc", repeat=count)
+    )
 
 
 # Documents.
@@ -197,6 +233,7 @@ def test_a_plan_survives_its_document() -> None:
     plan = ShardPlan(
         generation=3,
         open=False,
+        spec=12,
         owners=("a", NO_MEMBER, "b"),
         standbys=(("b", "a", NO_MEMBER),),
         members={"a": PlannedMember(7, "x", "http://a:1"), "é": PlannedMember()},
@@ -220,6 +257,11 @@ def test_a_plan_survives_its_document() -> None:
         {"generation": 1, "open": True, "names": ["a"], "owners": [-2]},
         {"generation": 1, "open": True, "names": ["a"], "owners": "0"},
         {"generation": 1, "open": True, "names": ["a"], "owners": [0], "moves": {"0": {}}},
+        {"generation": 1, "open": True, "names": ["a"], "owners": [0], "standbys": [[]]},
+        {"generation": 1, "open": True, "names": ["a"], "owners": [0], "failed": {"1": ["a"]}},
+        {"generation": 1, "open": True, "names": ["a"], "owners": [0], "unheld": [-1]},
+        {"generation": float("inf"), "open": True, "names": [], "owners": []},
+        {"generation": 1, "open": True, "names": [], "owners": [], "grace": {"a": float("nan")}},
     ],
 )
 def test_what_is_not_a_plan_is_refused(body: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from mutants_shards import (
     released_early,
     unclaimed,
 )
-from shards_world import ShardWorld
+from shards_world import ShardWorld, VandalWorld
 from support import until
 from swarm import TTL_S, NotReached, SafetyViolated, assert_oracle_sees, reached
 
@@ -36,9 +36,15 @@ CALM_S = 20 * TTL_S
 moves are prepared or aborted, and bodies end."""
 
 
-def run_world(seed: int, *, steps: int = 40, barrier: bool | None = None) -> ShardWorld:
+def run_world(
+    seed: int,
+    *,
+    steps: int = 40,
+    barrier: bool | None = None,
+    of: type[ShardWorld] = ShardWorld,
+) -> ShardWorld:
     """Run a world to its end: trouble, then calm."""
-    world = ShardWorld(seed, barrier=barrier)
+    world = of(seed, barrier=barrier)
 
     async def live() -> None:
         await world.trouble(4, steps)
@@ -73,6 +79,12 @@ def test_members_come_and_go_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.begun > 0
 
 
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_plan_that_is_overwritten_is_restored(seed: int) -> None:
+    assert run_world(seed, of=VandalWorld).oracle.begun > 0
+
+
 def test_one_seed_gives_one_run() -> None:
     def trace(seed: int) -> list[list[str]]:
         return [process.faults.trace for process in run_world(seed, steps=15).processes]
@@ -85,6 +97,7 @@ def test_one_seed_gives_one_run() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_many_seeds(seed: int) -> None:
     assert run_world(seed, steps=100).oracle.begun > 0
+    assert run_world(seed, steps=100, of=VandalWorld).oracle.begun > 0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.cli._screen import View, print_view, show_stream
-from doyen.errors import ConfigError
+from doyen.errors import BadDocument, ConfigError
 from doyen.manage.shards.routing import ShardMap, map_of
 from doyen.manage.shards.scopes import BlockingShardSet
 from doyen.session import connect
@@ -81,6 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--dry-run", "with rebalance: show the moves, and change nothing")
     add_option(parser, "--undo", "with drain: restore the weight")
     add_option(parser, "--anyway", "with drain: even if no other member could take the shards")
+    add_option(parser, "--force", "with create: replace a spec that cannot be read")
     add_option(parser, "--wait TIME", "the time in which a request must be carried out", "60")
     add_store_option(parser)
 
@@ -93,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         ("dry_run", "rebalance"),
         ("undo", "drain"),
         ("anyway", "drain"),
+        ("force", "create"),
     ):
         if getattr(args, flag) and args.do != action:
             raise ConfigError(f"--{flag.replace('_', '-')} is for {action} only")
@@ -120,11 +122,10 @@ def _do(shards: BlockingShardSet, args: argparse.Namespace) -> int:
     match args.do:
         case "create" | "resize":
             count = _number(_values(args, 1)[0], "the count")
-            exists = shards.spec() is not None
-            if exists == (args.do == "create"):
-                state = "exists already" if exists else "does not exist"
+            if _exists(shards, args) == (args.do == "create"):
+                state = "exists already" if args.do == "create" else "does not exist"
                 raise ConfigError(f"the set of shards {args.shards!r} {state}")
-            return _spec(args, shards.configure(count=count).encode())
+            return _spec(args, shards.configure(count=count, force=args.force).encode())
         case "move":
             shard, *to = _values(args, 1, 2)
             number = _number(shard, "the shard")
@@ -155,6 +156,15 @@ def _do(shards: BlockingShardSet, args: argparse.Namespace) -> int:
             return _spec(args, shards.configure(**_changes(_values(args, 1, 99))).encode())
     _values(args, 0)
     return _show(args, shards.map())
+
+
+def _exists(shards: BlockingShardSet, args: argparse.Namespace) -> bool:
+    try:
+        return shards.spec() is not None
+    except BadDocument:
+        if not args.force:
+            raise
+        return False
 
 
 def _changes(values: list[str]) -> dict[str, Any]:

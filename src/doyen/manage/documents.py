@@ -56,7 +56,7 @@ class Versioned(NamedTuple):
             raw = json.loads(entry.value)
             schema, version, token = int(raw["schema"]), int(raw["version"]), int(raw["token"])
             identity = str(raw["id"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise BadDocument(
                 f"{entry.key} is not a document of doyen: {error!r}; another program has written it"
             ) from error
@@ -66,6 +66,11 @@ class Versioned(NamedTuple):
             )
         body = {name: value for name, value in raw.items() if name not in _ENVELOPE}
         return cls(body, version, identity, token, entry)
+
+    @classmethod
+    def unreadable(cls, entry: Entry) -> Versioned:
+        """In place of a document that cannot be read, for who replaces it."""
+        return cls({}, 0, "", 0, entry)
 
 
 Observed = Versioned | BadDocument | None

@@ -140,7 +140,7 @@ class ListPublisher:
             return Versioned.decode(entry)
         except BadDocument:
             # No process can read it. A leader replaces it, based on the members of the group.
-            return Versioned({}, 0, "", 0, entry)
+            return Versioned.unreadable(entry)
 
 
 def encode_member(member: Member) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def published_of(group: str, document: Versioned, *, regressed: bool = False) ->
     """Raises `BadDocument` if the document is not a list of members."""
     try:
         members = tuple(decode_member(each) for each in document.body["members"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadDocument(
             f"the published list of {group!r}, version {document.version}, cannot be read:"
             f" {error!r}"

@@ -5,6 +5,10 @@ own token: from then on a write of its predecessor fails, because each write nam
 it replaces. Then it takes one step after another: read, compute the next plan, and write it if it
 differs. There is at most one write in `settle_s`.
 
+Nobody but the controller writes the plan. If another program has deleted it or written something
+else, the controller restores it: as it knows it, or else from the records of the shards. A spec
+that cannot be read is left alone, because only people know what they want; the plan says so.
+
 The controller is the one process that watches the records of all shards. When they have not changed
 for a ttl, it checks once that each shard has one, and names those that do not in the plan.
 """
@@ -37,10 +41,10 @@ from doyen.errors import (
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.roster import read_members
-from doyen.manage.shards.plan import ShardPlan
-from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec
+from doyen.manage.shards.plan import NO_MEMBER, ShardPlan
+from doyen.manage.shards.spec import PLAN_BYTES, ShardSpec, check_weight
 from doyen.manage.shards.steps import SeenMember, next_plan, unheld
-from doyen.model import Claim, Member, leader_key, members_key, shards_key
+from doyen.model import Claim, Entry, Member, leader_key, members_key, shards_key
 from doyen.stores.port import Watch
 from doyen.term import Term
 
@@ -58,6 +62,7 @@ CHECK_AFTER_TTLS = 10
 """If records keep changing, they are checked after this many ttls."""
 GETS_AT_ONCE = 32
 """More records than this are read by one list."""
+SPEC_UNREAD = "the spec cannot be read, and the plan stays as it is"
 
 
 def group_of(name: str) -> str:
@@ -69,16 +74,18 @@ def seen_member(member: Member) -> SeenMember:
     """What the entry of a member says. What is not as expected counts as not said."""
     meta: Mapping[str, Any] = member.meta
     try:
+        weight = float(meta.get("weight", 1.0))
+        check_weight(weight)
         return SeenMember(
             member.incarnation,
-            float(meta.get("weight", 1.0)) if member.state == "up" else 0.0,
+            weight if member.state == "up" else 0.0,
             str(meta.get("zone", "")),
             str(meta.get("address", "")),
             frozenset(map(int, meta.get("prepared", ()))),
             {int(shard): str(error) for shard, error in meta.get("failed", {}).items()},
             int(meta.get("retry", 0)),
         )
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         return SeenMember(member.incarnation, 0.0)
 
 
@@ -121,14 +128,20 @@ class Controller:
         self._records_since = 0.0
         self._checking: asyncio.TimerHandle | None = None
         self._check_due = False
+        self._plan_changed = asyncio.Event()
+        self._overwritten = False
+        """The plan is not what this controller has written."""
+        self._unread = ""
+        """What was logged last about a document that cannot be read."""
 
     async def run(self) -> None:
         """Control until the term is over."""
         calls = self._core.calls
+        guarding = asyncio.ensure_future(self._guard_plan())
         try:
             while True:
                 try:
-                    if self._known is None:
+                    if self._known is None or self._overwritten:
                         await self._take_over()
                     pause_s = await self._step()
                 except (Conflict, StoreUnavailable, OutcomeUnknown) as error:
@@ -137,10 +150,14 @@ class Controller:
                     self._records_changed()  # what was found in them may not have been written
                     pause_s = calls.retry_pause()
                 except BadDocument as error:
-                    log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
-                    pause_s = calls.timing.ttl_s
+                    self._report_unread(error)
+                    pause_s = calls.retry_pause()
+                    until = asyncio.get_running_loop().time() + calls.timing.ttl_s
+                    await self._wakeup.sleep(until)
                 await asyncio.sleep(pause_s)
         finally:
+            guarding.cancel()
+            await asyncio.gather(guarding, return_exceptions=True)
             if self._checking is not None:
                 self._checking.cancel()
             for watch in self._watches.values():
@@ -148,12 +165,74 @@ class Controller:
 
     async def _take_over(self) -> None:
         """Rewrite the plan under this term's token, whatever it says."""
-        known = await self._plan.read()
-        self._current = ShardPlan() if known is None else ShardPlan.decode(known.body)
-        self._stepped_at = self._core.runtime.clock.now()
-        if known is None and await self._spec.read() is None:
-            return
+        core = self._core
+        self._known, self._overwritten = None, False
+        entry = await core.call(core.store.get(self._plan.key))
+        self._stepped_at = core.runtime.clock.now()
+        known = None if entry is None else await self._read_to_take_over(entry)
+        if known is None:
+            asked = await self._spec.read()
+            if asked is None:
+                return
+            self._current = await self._restored(ShardSpec.decode(asked.body), entry)
+            known = entry and Versioned.unreadable(entry)
         await self._write(known)
+
+    async def _read_to_take_over(self, entry: Entry) -> Versioned | None:
+        """Read the plan; None if another program than a controller has written it. Such a program
+        is also one that writes a token of the future: there is no later leader than this one."""
+        core = self._core
+        try:
+            known = Versioned.decode(entry)
+            plan = ShardPlan.decode(known.body)
+        except BadDocument as error:
+            self._report_unread(error)
+        else:
+            if known.token <= self._term.token:
+                self._current = plan
+                return known
+        record = await core.call(core.store.get(leader_key(group_of(self._name))))
+        if record is None or record.revision != self._term.token:
+            raise StaleToken(f"another controller of {self._name!r} has been elected")
+        return None
+
+    async def _restored(self, spec: ShardSpec, entry: Entry | None) -> ShardPlan:
+        """The plan in place of one that cannot be read or is gone. With a barrier the shards begin
+        in another generation if it is not known which one the present owners are of."""
+        if self._current.generation:
+            return self._current
+        holders = await read_holders(self._core, self._name)
+        if entry is None and not holders:
+            return ShardPlan()  # the first one
+        owners = tuple(holders.get(shard, NO_MEMBER) for shard in range(spec.count))
+        generation = self._term.token  # higher than that of every earlier plan
+        return ShardPlan(
+            generation=generation, open=not spec.barrier, started=bool(holders), owners=owners
+        )
+
+    async def _guard_plan(self) -> None:
+        """Have the plan restored when it is not one of this controller any more."""
+        while True:
+            await self._plan_changed.wait()
+            self._plan_changed.clear()
+            known = self._known
+            try:
+                found = await self._plan.read(known)
+                overwritten = found is None or found.token != self._term.token
+            except BadDocument:
+                overwritten = True
+            except StoreError:
+                self._plan_changed.set()
+                await asyncio.sleep(self._core.calls.retry_pause())
+                continue
+            if overwritten and known is not None:
+                self._overwritten = True
+                self._wakeup.wake()
+
+    def _report_unread(self, error: BadDocument) -> None:
+        if str(error) != self._unread:
+            self._unread = str(error)
+            log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
 
     async def _write(self, expect: Versioned | None) -> None:
         self._term.check()
@@ -172,17 +251,24 @@ class Controller:
             self._spec.key: self._wakeup.wake,
             members_key(group_of(self._name)): self._wakeup.wake,
             shards_key(self._name, "at"): self._records_changed,
+            self._plan.key: self._plan_changed.set,
         }.items():
             if scope not in self._watches:
                 self._watches[scope] = await core.call(core.store.watch(scope, notify))
-                if notify == self._records_changed:
-                    self._records_changed()
+                notify()  # it may have changed before
         self._wakeup.woken = False
-        asked = await self._spec.read()
-        if asked is None:
-            await self._wakeup.sleep(math.inf)
-            return 0.0
-        spec = ShardSpec.decode(asked.body)
+        try:
+            asked = await self._spec.read()
+            if asked is None:
+                await self._wakeup.sleep(math.inf)
+                return 0.0
+            spec = ShardSpec.decode(asked.body)
+        except BadDocument as error:
+            await self._note(f"{SPEC_UNREAD}: {error}")
+            raise
+        self._unread = ""
+        if self._current.note.startswith(SPEC_UNREAD):
+            await self._note("")
         members = await seen_members(core, self._name)
         checking, known = self._check_due, self._current
         records = await self._records(all_of_them=checking)
@@ -195,6 +281,7 @@ class Controller:
             plan = compute()
         else:
             plan = await core.runtime.aside(compute, lambda _: None)
+        plan = replace(plan, spec=asked.version)
         if not checking and self._may_linger(plan, now):
             await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
             return spec.settle_s
@@ -212,6 +299,12 @@ class Controller:
         await self._wakeup.sleep(asyncio.get_running_loop().time() + TICK_S if waits else math.inf)
         return spec.settle_s
 
+    async def _note(self, note: str) -> None:
+        """Have the plan say this to people."""
+        if self._known is not None and self._current.note != note:
+            self._current = replace(self._current, note=note)
+            await self._write(self._known)
+
     def _may_linger(self, plan: ShardPlan, now: float) -> bool:
         """Whether the step can wait until more moves are complete, because every member reads each
         plan: fewer than half of them are, nothing else is new, and the last plan is recent."""
@@ -221,8 +314,7 @@ class Controller:
             0 < 2 * len(done) < len(before.moves)
             and now < self._written_at + LINGER_S
             and all(plan.owners[shard] == before.moves[shard].to for shard in done)
-            and (plan.members, plan.failed, plan.aside, plan.generation, plan.open)
-            == (before.members, before.failed, before.aside, before.generation, before.open)
+            and all(getattr(plan, name) == getattr(before, name) for name in _URGENT)
         )
 
     def _depends_on_records(self) -> bool:
@@ -267,6 +359,9 @@ class Controller:
             for shard, entry in zip(shards, entries, strict=True)
             if entry is not None
         }
+
+
+_URGENT = ("members", "failed", "aside", "generation", "open", "spec")
 
 
 async def control(core: SessionCore, name: str, member: str) -> None:

@@ -268,6 +268,8 @@ class ShardOwner:
         """Those whose turn it is."""
         self._failures = BodyFailures()
         self._said: dict[str, Any] = {}
+        self._unread = ""
+        """What was logged last about a document that cannot be read."""
         self._claims: deque[Slot] = deque()
         self._claimers = 0
         self._pace = ClaimPace()
@@ -338,15 +340,22 @@ class ShardOwner:
                 if self._unheld:
                     await self._look_at_unheld()
             except (StoreUnavailable, OutcomeUnknown):
-                self._stale["members"] = True
                 await asyncio.sleep(self.core.calls.retry_pause())
                 continue
             except (BadDocument, StoreError) as error:
-                line = log_line(event="shards_unread", set=self.settings.shards, error=error)
-                log.warning("%s", line)
-                await asyncio.sleep(self.core.calls.timing.ttl_s)
+                self._report_unread(error)
+                await asyncio.sleep(self.core.calls.retry_pause())
+                ttl_s = self.core.calls.timing.ttl_s
+                await self._wakeup.sleep(asyncio.get_running_loop().time() + ttl_s)
                 continue
+            self._unread = ""
             await self._wakeup.sleep(self._failures.next_time())
+
+    def _report_unread(self, error: Exception) -> None:
+        if str(error) != self._unread:
+            self._unread = str(error)
+            line = log_line(event="shards_unread", set=self.settings.shards, error=error)
+            log.warning("%s", line)
 
     async def _read_members(self) -> None:
         """While shards are to move from here, see which new owners are ready."""
@@ -358,7 +367,11 @@ class ShardOwner:
         await self._watch("members", members_key(group_of(self.settings.shards)))
         if self._stale["members"]:
             self._stale["members"] = False
-            self._others = await seen_members(self.core, self.settings.shards)
+            try:
+                self._others = await seen_members(self.core, self.settings.shards)
+            except BaseException:
+                self._stale["members"] = True
+                raise
             self._due.update(self.plan.moves)
 
     def _look_again(self) -> None:
@@ -386,13 +399,18 @@ class ShardOwner:
             self._stale["plan"] = False
             try:
                 version = await self._document.read(self._version)
+                before = self._version
+                if version is None and before is not None:
+                    raise BadDocument(
+                        f"{self._document.key} was deleted by another program; no shard begins"
+                        " until a controller has written it again"
+                    )
+                if version is None or (before is not None and version.id == before.id):
+                    return
+                plan = ShardPlan.decode(version.body)
             except BaseException:
                 self._stale["plan"] = True
                 raise
-            before = self._version
-            if version is None or (before is not None and version.id == before.id):
-                return
-            plan = ShardPlan.decode(version.body)
             if before is not None and went_back(before, version):
                 line = log_line(
                     event="plan_went_back",

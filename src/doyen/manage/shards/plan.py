@@ -6,6 +6,7 @@ that a plan for 10,000 shards with two standbys takes less than 100 KB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -57,6 +58,8 @@ class ShardPlan:
     """False between two generations with `barrier`: no member may own a shard."""
     started: bool = False
     """`min_members` were eligible, and since then at least one has been."""
+    spec: int = 0
+    """The version of the spec from which it was made."""
     owners: tuple[str, ...] = ()
     """The planned owner of each shard, or `NO_MEMBER`."""
     standbys: tuple[tuple[str, ...], ...] = ()
@@ -142,6 +145,7 @@ class ShardPlan:
             "generation": self.generation,
             "open": self.open,
             "started": self.started,
+            "spec": self.spec,
             "names": names,
             "owners": indices(self.owners),
             "standbys": [indices(column) for column in self.standbys],
@@ -174,10 +178,11 @@ class ShardPlan:
                     raise ValueError("an index is outside the table of names")
                 return tuple(map(named.__getitem__, indices))
 
-            return cls(
+            plan = cls(
                 generation=int(body["generation"]),
                 open=bool(body["open"]),
                 started=bool(body.get("started")),
+                spec=int(body.get("spec", 0)),
                 owners=column(body["owners"]),
                 standbys=tuple(column(each) for each in body.get("standbys", ())),
                 members={
@@ -210,8 +215,25 @@ class ShardPlan:
                 failures=int(body.get("failures", 3)),
                 note=str(body.get("note", "")),
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise BadDocument(f"this is not the plan of shards: {error!r}") from error
+            plan._check()
+        except _NOT_A_PLAN as error:
+            raise BadDocument(
+                f"this is not the plan of shards: {error!r}. A running controller replaces it"
+            ) from error
+        return plan
+
+    def _check(self) -> None:
+        """Raise `ValueError` if parts of the plan contradict one another."""
+        if any(len(column) != self.count for column in self.standbys):
+            raise ValueError("there is not one standby of each rank for each shard")
+        numbered = {*self.moves, *self.failed, *self.aside, *self.unheld}
+        if any(not 0 <= shard < self.count for shard in numbered):
+            raise ValueError(f"there are the shards 0 to {self.count - 1} only")
+        if any(not math.isfinite(move.age_s) for move in self.moves.values()):
+            raise ValueError("the age of a move is a number")
+        if not all(map(math.isfinite, self.grace.values())):
+            raise ValueError("grace is a number of seconds")
 
 
+_NOT_A_PLAN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 _ALWAYS = frozenset({"generation", "open", "names", "owners"})

@@ -4,8 +4,8 @@ In this order:
 
 1. only eligible members own shards;
 2. a shard with a preferred owner that is eligible is owned by it;
-3. the load of each member, counted in shards that are not placed by the first two rules, is within
-   one of its target, which is its share by weight;
+3. the load of each member is within one of its target, which is its share by weight. A member with
+   more preferred shards than that gets no others, and the rest is shared by those that are left;
 4. as few shards as possible leave an eligible owner. A difference of one therefore moves nothing;
 5. standbys are in other zones than the owner where there are other zones.
 """
@@ -30,7 +30,7 @@ class Eligible(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The load that a member should have."""
+    """The load that a member should have, besides the shards that it has by preference."""
 
     share: int
     """Its ideal load times `scale`."""
@@ -40,21 +40,35 @@ class Target(NamedTuple):
 
 
 def targets(
-    free: int, members: Mapping[str, Eligible], *, exact: bool = False
+    free: int,
+    members: Mapping[str, Eligible],
+    *,
+    pinned: Mapping[str, int] | None = None,
+    exact: bool = False,
 ) -> dict[str, Target]:
-    """The target of each member if `free` shards are to be balanced. With `exact`, loads are within
-    less than one of the ideal, else within one.
+    """The target of each member if `free` shards are to be balanced, and each has so many `pinned`
+    ones besides. With `exact`, loads are within less than one of the ideal, else within one.
 
     >>> targets(7, {"a": Eligible(), "b": Eligible(2.0)})["b"]
     Target(share=14, scale=3, low=4, high=5)
+    >>> targets(4, {"a": Eligible(), "b": Eligible()}, pinned={"a": 2})["b"]
+    Target(share=6, scale=2, low=2, high=4)
     """
+    pinned = pinned or {}
     ratios = {name: float(each.weight).as_integer_ratio() for name, each in members.items()}
     common = max([1, *(denominator for _, denominator in ratios.values())])  # powers of two
     weights = {name: above * common // below for name, (above, below) in ratios.items()}
-    scale = sum(weights.values())
+    takers = list(weights)
+    while True:
+        scale = sum(weights[name] for name in takers)
+        total = free + sum(pinned.get(name, 0) for name in takers)
+        full = {name for name in takers if weights[name] * total < pinned.get(name, 0) * scale}
+        if not full:
+            break
+        takers = [name for name in takers if name not in full]
     found = {}
     for name, weight in weights.items():
-        share = free * weight
+        share = weight * total - pinned.get(name, 0) * scale if name in takers else 0
         below = share // scale
         above = -(-share // scale)
         if exact:
@@ -90,6 +104,7 @@ def choose_owners(
     owners = list(current)
     load = dict.fromkeys(names, 0)
     """Of the shards that are balanced."""
+    pinned: Counter[str] = Counter()
     fixed: list[int] = []
     homeless: list[int] = []
     owned: dict[str, list[int]] = {name: [] for name in names}
@@ -99,6 +114,7 @@ def choose_owners(
             continue
         if pin in members and pin not in banned.get(shard, ()):
             owners[shard] = pin
+            pinned[pin] += 1
         elif shard in banned:
             fixed.append(shard)
         elif owner in members:
@@ -106,7 +122,8 @@ def choose_owners(
             load[owner] += 1
         else:
             homeless.append(shard)
-    target = targets(len(homeless) + sum(load.values()), members, exact=exact)
+    free = len(homeless) + sum(load.values())
+    target = targets(free, members, pinned=pinned, exact=exact)
 
     def excess(name: str) -> int:
         return load[name] * target[name].scale - target[name].share

@@ -7,7 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from doyen.election.core import SessionCore
-from doyen.errors import ConfigError, Conflict, OrderFailed, OutcomeUnknown, StoreUnavailable
+from doyen.errors import (
+    BadDocument,
+    ConfigError,
+    Conflict,
+    OrderFailed,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards.controller import read_holders, seen_members
 from doyen.manage.shards.plan import ShardPlan
@@ -38,51 +45,86 @@ class PlannedMove(NamedTuple):
     to: str
 
 
+class StoredSpec(NamedTuple):
+    """A spec, and its document."""
+
+    spec: ShardSpec
+    document: Versioned
+
+
 def _document(core: SessionCore, name: str) -> Document:
     return Document(core.calls, shards_key(name, "spec"))
 
 
-def _decoded(name: str, version: Versioned | None) -> ShardSpec:
-    if version is None:
-        raise OrderFailed(
-            f"there is no set of shards {name!r}: create it with its number of shards first"
-        )
-    return ShardSpec.decode(version.body)
+async def _read(core: SessionCore, name: str) -> StoredSpec | None:
+    try:
+        version = await _document(core, name).read()
+        return None if version is None else StoredSpec(ShardSpec.decode(version.body), version)
+    except BadDocument as error:
+        raise BadDocument(
+            f"the spec of the set of shards {name!r} cannot be read, and its plan stays as it is:"
+            f" {error}. To replace the spec, use 'doyen shards {name} create COUNT --force', or"
+            " configure(count=…, force=True) in the API"
+        ) from error
 
 
 async def read_spec(core: SessionCore, name: str) -> ShardSpec | None:
     """The spec; None if there is none."""
-    version = await _document(core, name).read()
-    return None if version is None else _decoded(name, version)
+    found = await _read(core, name)
+    return None if found is None else found.spec
 
 
-async def configure(core: SessionCore, name: str, **changes: Any) -> ShardSpec:
-    """Change fields of the spec, or create it: then `count` has to be among them."""
+async def _existing(core: SessionCore, name: str) -> ShardSpec:
+    return _required(name, await read_spec(core, name))
+
+
+def _required(name: str, spec: ShardSpec | None) -> ShardSpec:
+    if spec is None:
+        raise OrderFailed(
+            f"there is no set of shards {name!r}: create it with its number of shards first"
+        )
+    return spec
+
+
+async def configure(
+    core: SessionCore, name: str, *, force: bool = False, **changes: Any
+) -> ShardSpec:
+    """Change fields of the spec, or create it: then `count` has to be among them. With `force`, a
+    spec that cannot be read is created anew."""
 
     def change(spec: ShardSpec | None) -> ShardSpec:
-        if spec is not None:
-            return spec.change(**changes)
-        if "count" not in changes:
-            _decoded(name, None)
-        return ShardSpec(count=changes["count"]).change(**changes)
+        if spec is None and "count" in changes:
+            spec = ShardSpec(count=changes["count"])
+        return _required(name, spec).change(**changes)
 
-    return await change_spec(core, name, change)
+    return (await change_spec(core, name, change, force=force)).spec
 
 
 async def change_spec(
-    core: SessionCore, name: str, change: Callable[[ShardSpec | None], ShardSpec]
-) -> ShardSpec:
-    """Replace the spec by compare-and-set, again if another has changed it meanwhile."""
+    core: SessionCore,
+    name: str,
+    change: Callable[[ShardSpec | None], ShardSpec],
+    *,
+    force: bool = False,
+) -> StoredSpec:
+    """Replace the spec by compare-and-set, again if another has changed it meanwhile. With `force`,
+    one that cannot be read counts as none."""
     document = _document(core, name)
     while True:
-        version = await document.read()
-        before = None if version is None else _decoded(name, version)
-        spec = change(before)
-        if spec == before:
-            return spec
+        expect: Versioned | None = None
         try:
-            await document.write(spec.encode(), expect=version)
-            return spec
+            found = await _read(core, name)
+            expect = found and found.document
+        except BadDocument:
+            entry = await core.call(core.store.get(document.key)) if force else None
+            if entry is None:
+                raise
+            found, expect = None, Versioned.unreadable(entry)
+        spec = change(found and found.spec)
+        if found is not None and spec == found.spec:
+            return found
+        try:
+            return StoredSpec(spec, await document.write(spec.encode(), expect=expect))
         except Conflict:
             continue
 
@@ -94,20 +136,19 @@ async def move(
     preference."""
 
     def change(spec: ShardSpec | None) -> ShardSpec:
-        if spec is None:
-            return _decoded(name, None)
+        spec = _required(name, spec)
         if not 0 <= shard < spec.count:
             raise ConfigError(f"{name!r} has the shards 0 to {spec.count - 1}, not {shard}")
         pins = {n: owner for n, owner in spec.pins.items() if n != shard}
         return spec.change(pins=pins if to is None else {**pins, shard: to})
 
     if to is not None:
-        spec = _decoded(name, await _document(core, name).read())
+        spec = await _existing(core, name)
         members = await seen_members(core, name)
         if to not in eligible(spec, members):
             why = "its weight is 0" if to in members else "it is not a live member"
             raise OrderFailed(f"{to!r} cannot own shards of {name!r}: {why}")
-    await change_spec(core, name, change)
+    asked = await change_spec(core, name, change)
     if to is None:
         return await _wait(core, name, wait_s)
 
@@ -125,7 +166,7 @@ async def move(
             return ""
         return f"shard {shard} is owned by {owner!r}" if owner else f"shard {shard} has no owner"
 
-    return await _wait(core, name, wait_s, unplanned, unheld)
+    return await _wait(core, name, wait_s, unplanned, unheld, asked)
 
 
 async def drain(
@@ -145,13 +186,12 @@ async def drain(
     """
 
     def change(spec: ShardSpec | None) -> ShardSpec:
-        if spec is None:
-            return _decoded(name, None)
+        spec = _required(name, spec)
         weights = {who: weight for who, weight in spec.weights.items() if who != member}
         return spec.change(weights=weights if undo else {**weights, member: 0})
 
     if not undo and not anyway:
-        spec = _decoded(name, await _document(core, name).read())
+        spec = await _existing(core, name)
         members = await seen_members(core, name)
         if not set(eligible(spec, members)) - {member}:
             raise OrderFailed(
@@ -159,7 +199,7 @@ async def drain(
                 f" {name!r}: {_why_not(spec, members, member)}. Start another member, or drain it"
                 " anyway"
             )
-    await change_spec(core, name, change)
+    asked = await change_spec(core, name, change)
     if undo or anyway:
         return await _wait(core, name, wait_s)
 
@@ -174,7 +214,7 @@ async def drain(
         left = sum(owner == member for owner in (await read_holders(core, name)).values())
         return f"{member!r} still owns {left} shards" if left else ""
 
-    return await _wait(core, name, wait_s, unplanned, unheld)
+    return await _wait(core, name, wait_s, unplanned, unheld, asked)
 
 
 def _why_not(spec: ShardSpec, members: dict[str, SeenMember], member: str) -> str:
@@ -197,9 +237,11 @@ async def _wait(
     wait_s: float,
     unplanned: Callable[[ShardMap], str] = lambda _: "",
     unheld: Callable[[], Awaitable[str]] = _done,
+    asked: StoredSpec | None = None,
 ) -> ShardMap:
     """Wait until nothing is missing, and return the map. `OrderFailed` after `wait_s`.
 
+    A plan that the controller made before it knew what was `asked` says nothing about it.
     `unplanned` says what the plan does not say yet. Once that is nothing, `unheld` reads the
     records and says which of them are not as planned yet: a set may have thousands.
     """
@@ -217,15 +259,18 @@ async def _wait(
                         watches[part] = await core.call(watching)
                     changed.clear()
                     seen = map_of(name, await plan.read())
-                    left = unplanned(seen)
+                    left = _unread(seen, asked) or unplanned(seen)
                     if not left and (left := await unheld()) and "records" not in scopes:
                         scopes["records"] = shards_key(name, "at")
                         continue  # read them again once they are watched
                 except (StoreUnavailable, OutcomeUnknown):
                     await asyncio.sleep(core.calls.retry_pause())
                     continue
-                if not left:
-                    return seen
+                except BadDocument as error:
+                    left = str(error)  # until a controller has replaced it
+                else:
+                    if not left:
+                        return seen
                 await changed.wait()
     except TimeoutError:
         raise OrderFailed(f"{left}, after {wait_s:g} s; it goes on without this command") from None
@@ -234,9 +279,16 @@ async def _wait(
             watch.close()
 
 
+def _unread(seen: ShardMap, asked: StoredSpec | None) -> str:
+    if asked is None or seen.spec >= asked.document.version:
+        return ""
+    note = f": {seen.note}" if seen.note else ""
+    return f"no controller has acted on version {asked.document.version} of the spec{note}"
+
+
 async def planned_moves(core: SessionCore, name: str) -> list[PlannedMove]:
     """The moves that would make loads as equal as possible now."""
-    spec = _decoded(name, await _document(core, name).read())
+    spec = await _existing(core, name)
     version = await Document(core.calls, shards_key(name, "plan")).read()
     plan = ShardPlan() if version is None else ShardPlan.decode(version.body)
     reached = [
@@ -269,10 +321,9 @@ async def rebalance(core: SessionCore, name: str, *, dry_run: bool = False) -> l
 
 async def retry(core: SessionCore, name: str) -> ShardSpec:
     """Try shards again that were set aside."""
-    return await change_spec(core, name, lambda spec: _raised(name, spec, "retry"))
+    return (await change_spec(core, name, lambda spec: _raised(name, spec, "retry"))).spec
 
 
 def _raised(name: str, spec: ShardSpec | None, counter: str) -> ShardSpec:
-    if spec is None:
-        return _decoded(name, None)
+    spec = _required(name, spec)
     return spec.change(**{counter: getattr(spec, counter) + 1})

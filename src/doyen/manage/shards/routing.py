@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,6 +60,8 @@ class ShardMap:
     failed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     grace: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    spec: int = 0
+    """The version of the spec that the plan follows."""
     regressed: bool = False
     """It is older than a map that was observed before: the store has lost confirmed writes."""
 
@@ -101,6 +104,7 @@ def map_of(name: str, version: Versioned | None, *, regressed: bool = False) -> 
         plan.failed,
         plan.grace,
         plan.note,
+        plan.spec,
         regressed,
     )
 
@@ -120,7 +124,9 @@ async def observe_map(
 
     def changed(version: Versioned | BadDocument | None, regressed: bool) -> None:
         nonlocal last
-        if not isinstance(version, BadDocument):
+        if isinstance(version, BadDocument):
+            return
+        with contextlib.suppress(BadDocument):
             last = map_of(name, version, regressed=regressed)
             deliver(last)
 

@@ -176,14 +176,16 @@ class ShardSet:
         """What is asked of the set; None if it does not exist."""
         return await self._run(partial(requests.read_spec, self._core, self.name))
 
-    async def configure(self, **changes: Any) -> ShardSpec:
+    async def configure(self, *, force: bool = False, **changes: Any) -> ShardSpec:
         """Change what is asked of the set, or create it with `count`. The fields are those of
         `doyen.manage.shards.spec.ShardSpec`. Returns when the change is stored; the controller
-        carries it out.
+        carries it out. With `force`, a spec that cannot be read is replaced by a new one.
 
             await session.shards("jobs").configure(count=64, standbys=1)
         """
-        return await self._run(partial(requests.configure, self._core, self.name, **changes))
+        return await self._run(
+            partial(requests.configure, self._core, self.name, force=force, **changes)
+        )
 
     async def move(self, shard: int, *, to: str | None, wait_s: float = 60.0) -> ShardMap:
         """Make `to` the preferred owner of a shard, and return once it owns the shard. With None
@@ -241,9 +243,9 @@ class BlockingShardSet:
         """What is asked of the set; None if it does not exist."""
         return self._run(partial(requests.read_spec, self._core, self.name))
 
-    def configure(self, **changes: Any) -> ShardSpec:
+    def configure(self, *, force: bool = False, **changes: Any) -> ShardSpec:
         """Change what is asked of the set, or create it with `count`."""
-        return self._run(partial(requests.configure, self._core, self.name, **changes))
+        return self._run(partial(requests.configure, self._core, self.name, force=force, **changes))
 
     def move(self, shard: int, *, to: str | None, wait_s: float = 60.0) -> ShardMap:
         """Make `to` the preferred owner of a shard, and return once it owns the shard."""
