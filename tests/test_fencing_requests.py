@@ -17,7 +17,7 @@ import pytest
 
 from doyen.errors import ConfigError
 from doyen.fencing import FileTokens, MemoryTokens, SeenTokens, SQLTokens, asgi, wsgi
-from doyen.fencing.requests import Turns
+from doyen.fencing.requests import Fenced, NotExecuted, Turns
 
 Place = Callable[[Path], SeenTokens]
 
@@ -252,9 +252,31 @@ def test_a_service_that_only_compares_lets_a_stale_write_through(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Turns, "enter", lambda self, request: True)
-    monkeypatch.setattr(Turns, "leave", lambda self, request: None)
+    monkeypatch.setattr(Turns, "leave", lambda self, request, **_: None)
     with pytest.raises(AssertionError, match=r"412|\[8, 7\]"):
         test_a_later_token_waits_for_requests_with_earlier_ones(start)
+
+
+def test_nothing_is_kept_of_resources_without_requests(start: Start) -> None:
+    service = start(lambda token: None, resource=lambda method, path: path)
+    for number in range(20):
+        service.request("POST", "7", path=f"/{number}")
+        assert service.request("POST", "6", path=f"/{number}").status == 412
+        service.request("GET", "8", path=f"/{number}")
+    assert not service.app._turns._turns
+
+
+def test_a_token_that_was_compared_before_a_later_one_came_is_refused() -> None:
+    turns, earlier, later = Turns(), Fenced("r", 7, True), Fenced("r", 8, True)
+    turns.arrive(earlier)  # and is the highest so far
+    turns.arrive(later)
+    assert turns.enter(later) is True
+    turns.leave(later)
+    refused = turns.enter(earlier)
+    assert isinstance(refused, NotExecuted)
+    assert refused.highest == 8
+    turns.leave(earlier, entered=False)
+    assert not turns._turns
 
 
 def test_requests_that_only_read_are_not_waited_for(start: Start) -> None:

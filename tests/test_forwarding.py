@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -16,10 +17,10 @@ import doyen
 from doyen import LeadershipLost, Term
 from doyen.errors import ConfigError
 from doyen.integrations import asgi, wsgi
-from doyen.integrations.forwarding import ForwardingRules, LeaderView
+from doyen.integrations.forwarding import ForwardingRules, LeaderView, SendTo
 from doyen.model import Leader
 from forward_kit import SECRET, Exchange, Pool, call, http_scope
-from support import Place, until, virtual
+from support import Place, core_of, until, virtual
 
 A, B = "http://a:80", "http://b:80"
 TRUST = {A, B}
@@ -673,6 +674,39 @@ def test_wsgi_forwards_otherwise() -> None:
         status, text = wsgi_call(app, method="POST")
         assert (status[:3], b"may have been carried out" in text) == (expected, True)
     assert len(pool.sent) == 3
+
+
+@pytest.mark.parametrize("server", [{}, {"RAW_URI": "/a%2Fb%20c"}, {"REQUEST_URI": "/other"}])
+def test_asgi_and_wsgi_sign_the_same(server: dict[str, str]) -> None:
+    """A path with `%2F`, which WSGI does not tell from `/`: what one forwards, the other serves."""
+    _, view, _ = wsgi_app()
+    rules = ForwardingRules(view=view, secret=SECRET, trust=TRUST)
+    view.observed(leader(7))
+    send = rules.decide(None)
+    assert isinstance(send, SendTo)
+    by_wsgi = wsgi._target({"PATH_INFO": "/a/b c", "QUERY_STRING": "q=%2F", **server})
+    by_asgi = asgi._target({"path": "/a/b c", "raw_path": b"/a%2Fb%20c", "query_string": b"q=%2F"})
+    assert by_asgi == b"/a%2Fb%20c?q=%2F"
+    assert by_wsgi == (by_asgi if "RAW_URI" in server else b"/a/b%20c?q=%2F")
+    for sent, received in ((by_asgi, by_wsgi), (by_wsgi, by_asgi)):
+        headers = rules.outgoing(send, [], b"GET", sent, body=False)
+        assert rules.read(headers, b"GET", received) == (7, 1)
+        assert rules.read(headers, b"GET", received + b"2") is None
+
+
+def test_a_blocking_view_follows_for_the_duration_of_its_scope() -> None:
+    view, threads = LeaderView("e"), threading.active_count()
+    with doyen.connect_blocking("memory://view") as session:
+        with session.campaign("e", meta={"address": A}) as term:
+            with view.following_blocking(session):
+                assert view.changed_blocking((None, None), 10)
+                assert view.leader is not None
+                assert view.leader.token == term.token
+            assert view.leader is None
+        with session.campaign("e"):
+            assert not view.changed_blocking((None, None), 0.05), "nobody observes any more"
+        assert not core_of(session).calls.reachability._observers
+    assert threading.active_count() <= threads + 1  # doyen's thread may be in use elsewhere
 
 
 def test_wsgi_reads_no_further_than_the_body() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -320,6 +321,65 @@ async def test_a_store_may_tell_of_leases_apart_from_entries(
         indifferent.cancel()
         assert len(asked) == before
     task.cancel()
+
+
+@virtual
+async def test_many_leases_are_asked_for_in_calls_of_their_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its timeout: a thousand answers of a slow store take longer than one allows."""
+    session = await place.open()
+    calls = core_of(session).calls
+    asked: list[int] = []
+
+    async def remaining(store: MemoryStore, leases: Sequence[str]) -> dict[str, float]:
+        asked.append(len(leases))
+        await asyncio.sleep(len(leases) * calls.timing.request_timeout_s / 100)
+        return dict.fromkeys(leases, 1.0)
+
+    monkeypatch.setattr(MemoryStore, "remaining", remaining)
+    leases = [str(number) for number in range(300)]
+    assert list(await calls.remaining(leases)) == leases
+    assert sum(asked) == 300
+    assert await calls.remaining([]) == {}
+
+
+@virtual
+async def test_a_second_challenge_is_not_removed_with_the_first(place: Place) -> None:
+    """The name passes from a dead holder to a live one while it is waited for."""
+    dead, slow = Faults(), Faults()
+    first, second, late = await place.open(dead), await place.open(), await place.open(slow)
+    holding = asyncio.create_task(_stay(first, "a"))
+    await until(lambda: listed(place))
+    dead.cut()
+    waiting = asyncio.create_task(_stay(late, "a"))
+    await until(lambda: place.server.list("challenges"))
+    slow.next("get", Late(before_s=0.2))
+    slow.next("delete", Late(before_s=0.3))
+    began = now()
+    place.server.revoke(keepalive_of(first).lease.id)
+    async with second.member(GROUP, name="a"):
+        with pytest.raises(NameTaken, match="is alive"):
+            await waiting
+        assert now() - began < TTL_S / 2
+    holding.cancel()
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, 1e9, "Infinity", "NaN", None])
+@virtual
+async def test_an_entry_with_a_ttl_that_is_none_is_not_waited_for(place: Place, ttl_s: Any) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="b"):
+        lease = place.server.grant(1e6)
+        entry = place.server.list(members_key(GROUP))[0]
+        value = {**json.loads(entry.value), "session": "another", "ttl_s": ttl_s}
+        raw = json.dumps(value).replace('"Infinity"', "Infinity").replace('"NaN"', "NaN")
+        place.server.create(member_key(GROUP, "a"), raw.encode(), lease.id)
+        assert [each.name for each in await session.members(GROUP)] == ["b"]
+        began = now()
+        with pytest.raises(NameTaken, match="not a member"):
+            await _stay(session, "a")
+        assert now() - began < 2 * TTL_S
 
 
 # Health, draining and failure.

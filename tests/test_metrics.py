@@ -23,11 +23,15 @@ import doyen
 from candidates import Capture
 from doyen import LeadershipLost
 from doyen.cli import main
-from doyen.events import PublishFailed, Record
+from doyen.events import Elected, PublishFailed, Record, Resigned
+from doyen.lease.clock import VirtualClock
+from doyen.manage.inventory import Inventory
+from doyen.metrics import meters as meters_module
 from doyen.metrics.histogram import Histogram
 from doyen.metrics.meters import SessionMeters
 from doyen.metrics.opentelemetry import OpenTelemetryMetrics
 from doyen.metrics.prometheus import PrometheusMetrics
+from doyen.model import Leader, Line
 from doyen.quorum.node.http import NodeMetrics
 from doyen.testing.faults import Faults
 from servers.fetch import Debian, Recipe, obtain
@@ -234,6 +238,24 @@ async def test_leases_that_were_released_are_forgotten(place: Place) -> None:
         async with session.campaign("e", name="a", stall_after_s=5 * TTL_S):
             await asyncio.sleep(TTL_S)
     assert len(meters._valid_until) <= 3
+
+
+def test_names_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters_module, "KEPT_NAMES", 10)
+    meters = SessionMeters(VirtualClock())
+    for number in range(100):
+        name, at = f"e{number}", float(number)
+        elected = Elected(election=name, name="a", token=number, lease="l", valid_until=9.0)
+        resigned = Resigned(election=name, name="a", token=number, lease="l")
+        for event in (elected,) if number < 3 else (elected, resigned):
+            meters(Record(event, at, at, "s", 1))
+        line = Line(Leader(f"e{number}", "a", number + 1, {}))
+        meters.saw(Inventory(as_of=float(number), elections={f"e{number}": line}))
+    leading = meters.leading()
+    assert [key.election for key, held in leading.items() if held] == ["e0", "e1", "e2"]
+    assert len(leading) == 13
+    assert len(meters.transitions) <= 3 + 2 * 10
+    assert [key.election for key in meters.elections] == [f"e{n}" for n in range(89, 100)]
 
 
 def test_many_sessions_and_threads_share_a_sink(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from doyen import (
 )
 from doyen.lease.keeper import Reachability
 from doyen.manage.shards.routing import ShardMap
-from doyen.testing.faults import Faults, Odds
+from doyen.testing.faults import Faults, LostCall, Odds
 from support import TTL_S, Place, core_of, lead_until_set, now, until, virtual
 
 Observe = Callable[[Session], AsyncGenerator[Any, None]]
@@ -180,6 +180,30 @@ async def test_a_suspended_machine_asks_before_it_tells(place: Place) -> None:
     place.clock.suspend(3600.0)
     await asyncio.sleep(10.0)
     assert seen.items == [None]
+    await seen.stop()
+
+
+@pytest.mark.parametrize("moment", ["while a check is under way", "after one has failed"])
+@virtual
+async def test_a_machine_that_was_suspended_in_a_bad_moment_tells_nothing(
+    place: Place, moment: str
+) -> None:
+    """The answer that was under way is lost, or one check had failed shortly before."""
+    faults = Faults()
+    looking = await place.open(faults)
+    seen = Seen(looking.observe("e"))
+    await until(lambda: seen.items)
+    checks = len(faults.trace)
+    faults.next("get", LostCall(told=moment != "while a check is under way"))
+    await until(lambda: len(faults.trace) > checks)
+    await asyncio.sleep(0.01)
+    place.clock.suspend(3600.0)
+    await asyncio.sleep(10.0)
+    assert seen.items == [None]
+    faults.cut()
+    await asyncio.sleep(1.5 * TTL_S)
+    assert isinstance(seen.last, Unreachable), "an outage is told as before"
+    assert seen.last.since <= place.clock.wall() - TTL_S
     await seen.stop()
 
 

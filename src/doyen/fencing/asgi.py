@@ -70,6 +70,17 @@ class FencingMiddleware:
 
     async def _enter(self, request: Fenced) -> NotExecuted | None:
         """Begin the request, or say why not."""
+        entered = False
+        self._turns.arrive(request)
+        try:
+            refusal = await self._wait_for_turn(request)
+            entered = refusal is None
+        finally:
+            if not entered:
+                self._turns.leave(request, entered=False)
+        return refusal
+
+    async def _wait_for_turn(self, request: Fenced) -> NotExecuted | None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._rules.drain_s
         while True:

@@ -130,22 +130,34 @@ class _Turn:
 
     highest: int
     under_way: Counter[int] = field(default_factory=Counter)
+    asking: int = 0
+    """Requests that have arrived and not left."""
 
 
 class Turns:
     """The requests that are being executed: those that write to one resource all have the same
-    token. Any thread."""
+    token. Any thread.
+
+    A request arrives before its token is compared with the highest that was seen, and leaves when
+    it has ended or was refused. While there are requests, the highest token of those that entered
+    is known here. So one whose token was compared before a later one came is refused.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turns: dict[str, _Turn] = {}
         self._waiters: set[Callable[[], None]] = set()
 
+    def arrive(self, request: Fenced) -> None:
+        """The token of the request is about to be compared. Pair with `leave`."""
+        with self._lock:
+            self._turns.setdefault(request.resource, _Turn(request.token)).asking += 1
+
     def enter(self, request: Fenced) -> bool | NotExecuted:
         """Begin the request; False if it has to wait for requests with earlier tokens. From then on
         requests with earlier tokens are refused."""
         with self._lock:
-            turn = self._turns.setdefault(request.resource, _Turn(request.token))
+            turn = self._turns[request.resource]
             if turn.highest > request.token:
                 return request.stale(turn.highest)
             turn.highest = request.token
@@ -155,16 +167,19 @@ class Turns:
                 turn.under_way[request.token] += 1
             return True
 
-    def leave(self, request: Fenced) -> None:
-        """The request has ended."""
-        if not request.writes:
-            return
+    def leave(self, request: Fenced, *, entered: bool = True) -> None:
+        """The request has ended, or it was refused before it had `entered`."""
         with self._lock:
-            under_way = self._turns[request.resource].under_way
-            under_way[request.token] -= 1
-            if under_way[request.token]:
+            turn = self._turns[request.resource]
+            turn.asking -= 1
+            if not turn.asking:
+                del self._turns[request.resource]
+            if not (entered and request.writes):
                 return
-            del under_way[request.token]
+            turn.under_way[request.token] -= 1
+            if turn.under_way[request.token]:
+                return
+            del turn.under_way[request.token]
             waiters, self._waiters = self._waiters, set()
         for wake in waiters:
             wake()

@@ -59,6 +59,17 @@ class WSGIFencingMiddleware:
 
     def _enter(self, request: Fenced) -> NotExecuted | None:
         """Begin the request, or say why not."""
+        entered = False
+        self._turns.arrive(request)
+        try:
+            refusal = self._wait_for_turn(request)
+            entered = refusal is None
+        finally:
+            if not entered:
+                self._turns.leave(request, entered=False)
+        return refusal
+
+    def _wait_for_turn(self, request: Fenced) -> NotExecuted | None:
         until = time.monotonic() + self._rules.drain_s
         while True:
             highest = cast(int, self._rules.tokens.see(request.resource, request.token))

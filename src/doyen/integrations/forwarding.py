@@ -14,7 +14,7 @@ A `LeaderView` knows the leader by observation, so no request costs a read of th
 - A request is sent again only if no byte of it was sent. Otherwise it may have been carried out.
 - Nobody waits for the answer of a leader that has been replaced: it may be frozen.
 
-May import the model, terms and the session. No I/O.
+May import the model, terms, queries and the session. No I/O.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from doyen.blocking import BlockingSession
+from doyen.election.queries import observe_leader
 from doyen.errors import ConfigError, DoyenError, SessionClosed
 from doyen.events.log_lines import log_line
 from doyen.model import Leader, Unreachable
@@ -184,19 +185,34 @@ class LeaderView:
 
     @contextlib.contextmanager
     def following_blocking(self, session: BlockingSession) -> Iterator[LeaderView]:
-        """The same for code without asyncio, on a thread that ends with the session."""
+        """The same for code without asyncio. The leader is observed on doyen's thread."""
+        core, runtime = session._opened, session._runtime
 
-        def observe() -> None:
+        def seen(leader: Leader | Unreachable[Leader] | None) -> None:
+            if not isinstance(leader, Unreachable):
+                self.observed(leader)
+
+        async def observe() -> None:
             with self._observing():
-                for leader in session.observe(self.election):
-                    if not isinstance(leader, Unreachable):
-                        self.observed(leader)
+                await observe_leader(core, self.election, "elections", seen)
 
-        threading.Thread(target=observe, name="doyen-leader-view", daemon=True).start()
+        async def begin() -> asyncio.Task[None]:
+            return core.tasks.start(observe())
+
+        async def end() -> None:
+            observing.cancel()
+            await asyncio.wait({observing})
+
+        runtime.retain()
         try:
-            yield self
+            observing = runtime.do_blocking(core.run(begin))
+            try:
+                yield self
+            finally:
+                runtime.finish_blocking(end())
         finally:
             self.observed(None)
+            runtime.release()
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
@@ -383,7 +399,7 @@ class ForwardingRules:
         return send if trusted else RefuseRequest(503, "the address of the leader is not trusted")
 
     def _signature(self, token: int, hops: int, method: bytes, target: bytes) -> bytes:
-        text = b"\n".join((b"doyen-forward-1", b"%d %d" % (token, hops), method, target))
+        text = b"\n".join((b"doyen-forward-1", b"%d %d" % (token, hops), method, signed(target)))
         return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
 
     def read(
@@ -427,6 +443,17 @@ class ForwardingRules:
             (b"doyen-hops", b"%d" % hops),
             (b"doyen-signature", self._signature(token, hops, method, target)),
         ]
+
+
+def signed(target: bytes) -> bytes:
+    """What of a target is signed: the path as WSGI has it, which is without percent-encoding, and
+    the query.
+
+    >>> signed(b"/a%2Fb%20c?d=%20") == signed(b"/a/b%20c?d=%20")
+    True
+    """
+    path, mark, query = target.partition(b"?")
+    return unquote_to_bytes(path) + mark + query
 
 
 def without_doyen(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 import httpcore2
 
@@ -263,10 +263,16 @@ def _endless(environ: Environ) -> bool:
 
 
 def _target(environ: Environ) -> bytes:
-    path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-    query = environ.get("QUERY_STRING", "")
-    target = quote(path.encode("latin-1"), safe="/:@!$&'()*+,;=~-._") or "/"
-    return (f"{target}?{query}" if query else target).encode("latin-1")
+    """Path and query. The path as it was sent, if the server tells; PATH_INFO has it without
+    percent-encoding, in which `%2F` is `/`."""
+    path = (environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")).encode("latin-1")
+    query = environ.get("QUERY_STRING", "").encode("latin-1")
+    sent = str(environ.get("RAW_URI") or environ.get("REQUEST_URI") or "")
+    target = sent.partition("?")[0].encode("latin-1", "replace")
+    if not sent.isascii() or not sent.isprintable() or unquote_to_bytes(target) != path:
+        target = quote(path, safe="/:@!$&'()*+,;=~-._").encode()
+    target = target or b"/"
+    return target + b"?" + query if query else target
 
 
 def _answer(

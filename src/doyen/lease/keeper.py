@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from doyen._waiting import BackgroundTasks
@@ -34,6 +35,10 @@ T = TypeVar("T")
 
 CALLS_AT_ONCE = 128
 """How many store calls of a session are under way at a time."""
+
+
+LEASES_AT_ONCE = 64
+"""Of how many leases one call asks what is left of them."""
 
 
 class StoreCalls:
@@ -104,6 +109,15 @@ class StoreCalls:
                 ) from error
             raise
 
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        """What is left of these leases, as `Store.remaining` tells it. Some stores have to be asked
+        for each lease, so many of them are asked for in several calls, each with its deadline."""
+        found: dict[str, float] = {}
+        for begin in range(0, len(leases), LEASES_AT_ONCE):
+            some = leases[begin : begin + LEASES_AT_ONCE]
+            found |= await self.call(self.store.remaining(some))
+        return found
+
     def unique_id(self) -> str:
         """A random id for something that is written to the store."""
         return f"{self._random.getrandbits(64):016x}"
@@ -137,6 +151,9 @@ class Reachability:
     observers, and no other call was answered for a third of the ttl, one key of one of them is
     read, of each in turn. If no call that was sent within the last ttl is answered, every observer
     is told that the store is unreachable, and is told when it answers again.
+
+    A process that was stopped, or whose machine was suspended, could not hear any answer meanwhile:
+    that time does not count.
     """
 
     def __init__(self, calls: StoreCalls, clock: Clock, tasks: BackgroundTasks) -> None:
@@ -188,10 +205,16 @@ class Reachability:
     async def _check(self) -> None:
         failed_after = -1.0
         """The last answer before a check failed."""
+        awake_until = math.inf
+        """When this was to go on, at the latest."""
         while True:
-            timing, last = self._calls.timing, self._last
+            timing = self._calls.timing
+            if self._clock.now() > awake_until + timing.ttl_s / 3 and not self.lost:
+                self._began_at = self._clock.now()
+            last = self._last
             idle_s = last + timing.ttl_s / 3 - self._clock.now()
             if idle_s > 0 and not self.lost:
+                awake_until = self._clock.now() + idle_s
                 await asyncio.sleep(idle_s)
                 continue
             left_s = self._left_s
@@ -199,6 +222,7 @@ class Reachability:
                 self.lost = True
                 for observer in list(self._observers):
                     self._tell(observer)
+            awake_until = self._clock.now() + (left_s if left_s > 0 else timing.ttl_s)
             try:
                 async with asyncio.timeout(left_s if left_s > 0 else None):
                     await self._read()
@@ -215,7 +239,9 @@ class Reachability:
             failed_after = last
             pause_s, left_s = self._calls.retry_pause(), self._left_s
             if self.lost or left_s > 0:
-                await asyncio.sleep(pause_s if self.lost else min(pause_s, left_s))
+                pause_s = pause_s if self.lost else min(pause_s, left_s)
+                awake_until = max(awake_until, self._clock.now() + pause_s)
+                await asyncio.sleep(pause_s)
 
     @property
     def _left_s(self) -> float:
@@ -233,8 +259,9 @@ class Reachability:
         await self._calls.call(self._calls.store.get(observer.key))
 
     def _tell(self, observer: Observer) -> None:
-        now = self._clock.now()
-        observer.unreachable(self._clock.wall() - (now - self._last), self._error)
+        last = self._began_at if self._answered_at is None else self._answered_at
+        since = self._clock.wall() - (self._clock.now() - last)
+        observer.unreachable(since, self._error)
 
 
 class LeaseKeeper:

@@ -5,7 +5,7 @@ decides who has the name, and its revision is the incarnation. When the lease en
 removes the entry; a session that goes on joins again under its new lease, as a new incarnation.
 
 - A name that is taken is waited for, because its holder may be dead and its lease not yet expired.
-  Meanwhile the holder is asked, by an entry `challenges/<group>/<name>/<attempt>`. It watches that
+  Meanwhile the holder is asked, by an entry `challenges/<group>/<name>/<id>`. It watches that
   key, and if it is alive it answers in its own entry; then the name is refused.
 - The state of a member (up, unhealthy, draining) is written to its entry by `update`. One task
   compares what the entry should be with what it is and makes the next step; an unknown outcome is
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,9 @@ __all__ = [
 SCHEMA = 1
 MEMBER_BYTES = 4096
 """Limit for the value of a member, so that a published list of many members is not too large."""
+LONGEST_TTL_S = 86_400.0
+"""An entry that states a longer ttl than a day is not one of a member: nobody waits that long for a
+name."""
 ANSWERS = 8
 """How many of those who ask for its name a member answers at a time."""
 
@@ -121,7 +125,7 @@ class MemberValue(NamedTuple):
     reason: str
     meta: Meta
     answered: tuple[str, ...] = ()
-    """Attempts to take its name that have asked whether it is alive."""
+    """The ids of the challenges that it has answered."""
 
     def encode(self) -> bytes:
         return encode_json({"schema": SCHEMA, **self._asdict()})
@@ -131,6 +135,9 @@ class MemberValue(NamedTuple):
         """Read the value of a member; None if it is not one."""
         try:
             raw = json.loads(value)
+            ttl_s, since = float(raw["ttl_s"]), float(raw["since"])
+            if not 0 < ttl_s <= LONGEST_TTL_S or not math.isfinite(since):
+                return None
             state = str(raw["state"])
             if state not in ("up", "unhealthy", "draining"):
                 state = "unhealthy"  # of a later release: it is not known to be up
@@ -139,23 +146,30 @@ class MemberValue(NamedTuple):
                 str(raw["attempt"]),
                 str(raw["session"]),
                 str(raw["by"]),
-                float(raw["ttl_s"]),
-                float(raw["since"]),
+                ttl_s,
+                since,
                 cast("MemberState", state),
                 str(raw.get("reason", "")),
                 dict(raw.get("meta") or {}),
                 tuple(map(str, raw.get("answered", ()))),
             )
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
 
 
 class Challenge:
-    """Asks the holder of a name whether it is alive, by an entry under the lease of who asks."""
+    """Asks the holder of a name whether it is alive, by an entry under the lease of who asks.
 
-    def __init__(self, core: SessionCore, key: str, keepalive: Keepalive) -> None:
+    Each attempt asks each incarnation under an id of its own: a challenge may be deleted late, and
+    must not take the next one with it. A holder that is asked again has answered already.
+    """
+
+    def __init__(
+        self, core: SessionCore, prefix: str, attempt: str, holder: Entry, keepalive: Keepalive
+    ) -> None:
+        self.id = f"{attempt}-{holder.revision}"
         self._core = core
-        self._key = key
+        self._key = f"{prefix}/{self.id}"
         self._keepalive = keepalive
         self._made = False
 
@@ -475,7 +489,7 @@ class Registration:
         ttl_s = timing.ttl_s if value is None else value.ttl_s
         until = asyncio.get_running_loop().time() + timing.request_timeout_s
         until += ttl_s * limits.expiry_factor * (1 + timing.drift) + limits.notice_s
-        challenge = Challenge(core, f"{self._challenges}/{self._attempt}", keepalive)
+        challenge = Challenge(core, self._challenges, self._attempt, entry, keepalive)
         try:
             while not (self._left or self._failed or keepalive.lost_because):
                 self._wake.clear()
@@ -489,7 +503,7 @@ class Registration:
                 if found is None or found.revision != entry.revision:
                     return
                 holder_says = MemberValue.decode(found.value)
-                if holder_says is not None and self._attempt in holder_says.answered:
+                if holder_says is not None and challenge.id in holder_says.answered:
                     raise self._name_taken(found, "is alive")
                 if asyncio.get_running_loop().time() >= until:
                     raise self._name_taken(found, f"still holds it after {ttl_s:g} s and more")

@@ -50,7 +50,7 @@ async def read_members(core: SessionCore, group: str, *, times: bool = False) ->
     entries = await core.call(core.store.list(members_key(group)))
     leases = {each.lease: None for each in entries if each.lease and each.remaining_s is None}
     if times and leases:
-        left = await core.call(core.store.remaining([*leases]))
+        left = await core.calls.remaining([*leases])
         entries = [
             each._replace(remaining_s=left.get(each.lease or "", each.remaining_s))
             for each in entries

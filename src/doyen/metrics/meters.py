@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from doyen.events import (
     CampaignEvent,
@@ -42,6 +42,12 @@ Cause = Literal[
 ]
 """Why a term began or ended. `expired`: no renewal was confirmed in time; `removed`: the record was
 removed; `ended`: the store or another process ended the lease."""
+
+
+_TRANSITIONS: tuple[str, ...] = get_args(Cause)
+KEPT_NAMES = 5000
+"""How many candidates that do not lead, and how many elections without leader and line, are
+remembered. A process may use ever new names."""
 
 
 class CandidateKey(NamedTuple):
@@ -192,7 +198,10 @@ class SessionMeters:
         event = record.event
         assert isinstance(event, CampaignEvent)
         key = CandidateKey(event.election_kind, event.election, event.name)
-        self._candidates[key] = None
+        self._candidates.pop(key, None)
+        self._candidates[key] = None  # the last one
+        if len(self._candidates) > KEPT_NAMES + len(self._leading):
+            self._forget_candidate()
         match event:
             case Waiting():
                 self._waiting.setdefault(key, ("joined", record.wall))
@@ -210,6 +219,14 @@ class SessionMeters:
             case _:
                 pass
         return None
+
+    def _forget_candidate(self) -> None:
+        """Forget the one that has not led for the longest time, and what was counted of it."""
+        gone = next(each for each in self._candidates if each not in self._leading)
+        del self._candidates[gone]
+        self._waiting.pop(gone, None)
+        for cause in _TRANSITIONS:
+            self.transitions.pop((gone, cause), None)
 
     def _ended(self, key: CandidateKey, cause: Cause, record: Record) -> None:
         self._leading.pop(key, None)
@@ -257,6 +274,9 @@ class SessionMeters:
                 for kind in ("elections", "locks")
                 for name, line in getattr(seen, kind).items()
             }
+            for key in lines:  # those that were seen last are the last to be forgotten
+                if key in self.elections:
+                    self.elections[key] = self.elections.pop(key)
             for key in {**self.elections, **lines}:
                 meter = self.elections.setdefault(key, ElectionMeter(as_of=seen.as_of))
                 self._advance(meter, seen.as_of)
@@ -266,6 +286,9 @@ class SessionMeters:
                 meter.token = token or meter.token
                 meter.led = line.leader is not None
                 meter.line_length = sum(not each.leads for each in line.candidates)
+            unused = [key for key in self.elections if key not in lines]
+            for key in unused[: max(0, len(unused) - KEPT_NAMES)]:
+                del self.elections[key]
 
     def _advance(self, meter: ElectionMeter, as_of: float) -> None:
         # A lock that is free lacks nothing, so this is read for elections; the caller decides.

@@ -218,7 +218,7 @@ class Hub:
         """What is left of leases, where the store tells that apart from entries."""
         if not leases:
             return {}
-        return await self.call(self.core.store.remaining([*leases]))
+        return await self.core.calls.remaining([*leases])
 
     def _sight(self, entry: Entry, *, sample: bool = False) -> None:
         """Note what is left of the lease of an entry."""
