@@ -36,7 +36,7 @@ from doyen import (
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.model import Entry, config_key
+from doyen.model import Entry, Reachable, config_key
 from doyen.stores.port import Store
 from doyen.testing.faults import (
     Fault,
@@ -332,9 +332,12 @@ async def test_observing_survives_an_unavailable_store(place: Place) -> None:
     await config.set(2)
     await config.set(3)
     await asyncio.sleep(30)
-    assert follower.versions == [1]
+    first, lost = follower.versions
+    assert (first, lost.last.version) == (1, 1)
     faults.heal()
-    await until(lambda: follower.versions == [1, 2, 3])
+    await until(lambda: len(follower.versions) == 5)
+    assert isinstance(follower.versions[2], Reachable)
+    assert follower.versions[3:] == [2, 3]
     follower.task.cancel()
 
 

@@ -36,7 +36,7 @@ from doyen.lease.clock import Clock
 from doyen.manage.applied import Acknowledgement, Applied, WaitApplied, _Waiting
 from doyen.manage.config import ConfigReader, ConfigStore
 from doyen.manage.documents import Document, Versioned
-from doyen.model import Entry, Version, config_key
+from doyen.model import Entry, Reachable, Unreachable, Version, config_key
 from swarm import (
     TTL_S,
     NotReached,
@@ -251,6 +251,8 @@ class Participant(Process):
         at = rng.choice([0, len(oracle.versions)])
         self.observed = at
         async for change in config.observe(since=at):
+            if isinstance(change, Unreachable | Reachable):
+                continue
             if isinstance(change, Missed):
                 oracle.missed += 1
                 if change.first != at + 1 or change.last >= len(oracle.versions) - KEEP:

@@ -21,6 +21,7 @@ from doyen import (
     Unreachable,
 )
 from doyen.lease.keeper import Reachability
+from doyen.manage.config import ConfigDocument
 from doyen.manage.shards.routing import ShardMap
 from doyen.testing.faults import Faults, LostCall, Odds
 from support import TTL_S, Place, core_of, lead_until_set, now, until, virtual
@@ -57,6 +58,7 @@ STREAMS: dict[str, tuple[Observe, type]] = {
     "observe_inventory": (lambda session: session.observe_inventory(), Inventory),
     "observe_members": (lambda session: session.observe_members("g"), MemberChange),
     "observe_shards": (lambda session: session.observe_shards("s"), ShardMap),
+    "config.observe": (lambda session: session.config("c").observe(), ConfigDocument),
 }
 
 
@@ -66,6 +68,8 @@ async def test_silence_is_told_within_a_ttl(place: Place, name: str) -> None:
     faults = Faults()
     session, looking = await place.open(), await place.open(faults)
     observe, kind = STREAMS[name]
+    tells_changes = kind in (MemberChange, ConfigDocument)
+    await session.config("c").set(1)
     async with session.campaign("e", name="a"), session.member("g", name="m"):
         seen = Seen(observe(looking))
         await until(lambda: seen.items)
@@ -94,7 +98,7 @@ async def test_silence_is_told_within_a_ttl(place: Place, name: str) -> None:
         faults.heal()
         await until(lambda: len(seen.items) > count + 1)
         assert seen.times[-1] - healed_at <= TTL_S
-        assert isinstance(seen.last, Reachable) if kind is MemberChange else seen.last == known
+        assert isinstance(seen.last, Reachable) if tells_changes else seen.last == known
         await asyncio.sleep(100.0)
         assert len(seen.items) == count + 2
     await seen.stop()

@@ -30,7 +30,9 @@ from doyen.cli._output import (
     printable,
     store_url,
 )
+from doyen.cli._screen import lost_text
 from doyen.errors import BadDocument, ConfigError, Conflict, DoyenError, NotApplied
+from doyen.model import Reachable, Unreachable
 from doyen.session import connect
 
 if TYPE_CHECKING:
@@ -278,6 +280,12 @@ def _told(name: str, change: Change[Any]) -> dict[str, Any]:
 
     if isinstance(change, ConfigDocument):
         return _as_dict(change)
+    if isinstance(change, Unreachable):
+        why = {"unreachable_since": change.since, "error": change.error}
+        last = None if change.last is None else _as_dict(change.last)
+        return {"config": name, "change": "unreachable", **why, "last": last}
+    if isinstance(change, Reachable):
+        return {"config": name, "change": "reachable", "since": change.since}
     if isinstance(change, BadDocument):
         bad = {"version": change.version, "author": change.author, "error": str(change)}
         return {"config": name, "bad": bad}
@@ -291,6 +299,11 @@ def _text(name: str, change: Change[Any]) -> str:
     if isinstance(change, ConfigDocument):
         value = printable(json.dumps(change.value, ensure_ascii=False))
         return f"{name} version {change.version} by {printable(change.author)}: {value}"
+    if isinstance(change, Unreachable):
+        last = "nothing" if change.last is None else f"{name} version {change.last.version}"
+        return lost_text(change, last)
+    if isinstance(change, Reachable):
+        return "the store answers again"
     if isinstance(change, BadDocument):
         return f"{name} cannot be read: {printable(change)}"
     if isinstance(change, Missed):

@@ -37,7 +37,7 @@ from doyen.errors import (
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.typed import Typed, TypeRefused
-from doyen.model import Entry, config_key
+from doyen.model import Entry, Reachable, Unreachable, config_key
 from doyen.stores.port import Watch
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class Regressed(NamedTuple):
     now: int
 
 
-Change = ConfigDocument[T] | Missed | Regressed | BadDocument
+Notice = Unreachable[ConfigDocument[T]] | Reachable
+Change = ConfigDocument[T] | Missed | Regressed | BadDocument | Notice[T]
 
 
 class ReaderPosition(NamedTuple):
@@ -358,10 +359,17 @@ class ConfigStore(Generic[T]):
 
 
 class ConfigReader(Generic[T]):
-    """Reads one version after the other, from any position."""
+    """Reads one version after the other, from any position. With `observes`, it also tells when the
+    store does not answer for a ttl, and when it does again."""
 
-    def __init__(self, store: ConfigStore[T]) -> None:
+    def __init__(self, store: ConfigStore[T], *, observes: bool = False) -> None:
+        self.key = store.document.key
         self._store = store
+        self._observes = observes
+        self._notices: list[Change[T]] = []
+        """That the store does not answer, or does again."""
+        self._last: ConfigDocument[T] | None = None
+        """The last version that was returned."""
         self._calls = store.core.calls
         self._watch: Watch | None = None
         self._changed = asyncio.Event()
@@ -380,15 +388,19 @@ class ConfigReader(Generic[T]):
         None is the position of a reader that begins with what is current. While the store is
         unavailable, this waits.
         """
-        store = self._calls.store
+        if self._observes and not self._closed:
+            self._observes = False  # once
+            self._calls.reachability.join(self)
         if at is not None and at == self._at:
             await self._changed.wait()
         while True:
+            if self._notices:
+                notices, self._notices = self._notices, []
+                return notices, at
             try:
                 if self._watch is None:
-                    key = self._store.document.key
-                    watch = await self._calls.call(store.watch(key, self._changed.set))
-                    self._watch = watch
+                    watching = self._calls.store.watch(self.key, self._changed.set)
+                    self._watch = await self._calls.call(watching)
                     if self._closed:
                         self.close()
                 self._changed.clear()
@@ -402,14 +414,30 @@ class ConfigReader(Generic[T]):
                 await asyncio.sleep(self._calls.retry_pause())
             elif changes:
                 self._at = position
-                return changes, position
+                for change in changes:
+                    self._last = change if isinstance(change, ConfigDocument) else self._last
+                notices, self._notices = self._notices, []
+                return [*notices, *changes], position
             else:
                 await self._changed.wait()
 
     def close(self) -> None:
         self._closed = True
+        self._calls.reachability.leave(self)
         if self._watch is not None:
             self._watch.close()
+
+    def unreachable(self, since: float, error: str) -> None:
+        """The store has not answered for a ttl."""
+        self._notice(Unreachable(since, self._last, error))
+
+    def reachable(self) -> None:
+        """The store answers again."""
+        self._notice(Reachable(self._store.core.runtime.clock.wall()))
+
+    def _notice(self, notice: Notice[T]) -> None:
+        self._notices.append(notice)
+        self._changed.set()
 
     def _doubtful(self, changes: Sequence[Change[T]]) -> bool:
         """Whether an outdated replica may have answered, so that versions seem to be lost. What

@@ -28,6 +28,7 @@ from doyen.manage.config import (
 )
 from doyen.manage.documents import Versioned
 from doyen.manage.typed import typed
+from doyen.model import Reachable, Unreachable
 
 __all__ = [
     "BlockingConfig",
@@ -173,10 +174,11 @@ class Config(_ConfigWork[T]):
                     print(change.version, change.value)
 
         Versions that the history no longer has are reported by `Missed`, ones that fail the type by
-        a `BadDocument`, and a store that has lost confirmed writes by `Regressed`.
+        a `BadDocument`, and a store that has lost confirmed writes by `Regressed`. `Unreachable`
+        says that the store has not answered for a ttl, and `Reachable` that it does again.
         """
         at = _position(since)
-        reader = ConfigReader(self._store)
+        reader = ConfigReader(self._store, observes=True)
         try:
             while True:
                 changes, at = await _do(self._core, partial(reader.next, at))
@@ -226,7 +228,7 @@ class BlockingConfig(_ConfigWork[T]):
         """The current document, then every version after it; with `since`, every version after
         that one."""
         at = _position(since)
-        reader = ConfigReader(self._store)
+        reader = ConfigReader(self._store, observes=True)
         try:
             while True:
                 changes, at = _do_blocking(self._core, partial(reader.next, at))
@@ -286,7 +288,8 @@ class _Subscribed(Generic[T]):
             if isinstance(change, ConfigDocument):
                 self._delivered = change
                 return change
-            self._report(change)
+            if not isinstance(change, Unreachable | Reachable):
+                self._report(change)
         return None
 
     def _report(self, change: Missed | Regressed | BadDocument) -> None:
