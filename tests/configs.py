@@ -27,8 +27,13 @@ class Limits(msgspec.Struct):
 
 
 def history_of(place: Place) -> dict[int, bytes]:
+    """The versions before the current one. That one may be in the history as well."""
     entries = place.server.list(config_key("limits", "history"))
-    return {int(entry.key.rpartition("/")[2]): entry.value for entry in entries}
+    kept = {int(entry.key.rpartition("/")[2]): entry.value for entry in entries}
+    newest = max(kept, default=0)
+    if newest and kept[newest] == current_of(place).value:
+        del kept[newest]
+    return kept
 
 
 def current_of(place: Place) -> Entry:

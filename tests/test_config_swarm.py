@@ -431,7 +431,7 @@ def current_before_history(patch: pytest.MonkeyPatch) -> None:
     """The writer moves current first, and copies the version before it then."""
     replace, copy = ConfigStore._replace, ConfigStore._copy
 
-    async def skip(self: ConfigStore[Any], current: Versioned) -> None:
+    async def skip(self: ConfigStore[Any], current: Versioned, known: Entry | None = None) -> None:
         pass
 
     async def late(self: ConfigStore[Any], current: Versioned | None, plain: Any) -> Versioned:
@@ -442,6 +442,17 @@ def current_before_history(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ConfigStore, "_copy", skip)
     patch.setattr(ConfigStore, "_replace", late)
+
+
+def kept_although_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """The writer begins with the version that it wrote last, whether or not the history has it."""
+    tidy = ConfigStore._tidy
+
+    async def careless(self: ConfigStore[Any], written: Versioned) -> None:
+        await tidy(self, written)
+        self._kept_version = written
+
+    patch.setattr(ConfigStore, "_tidy", careless)
 
 
 def acknowledged_without_a_lease(patch: pytest.MonkeyPatch) -> None:
@@ -533,6 +544,7 @@ SEEDS = 40
     ("broken", "error"),
     [
         (current_before_history, SafetyViolated),
+        (kept_although_not_copied, SafetyViolated),
         (acknowledged_without_a_lease, SafetyViolated),
         (acknowledged_on_a_dead_lease, NotReached),
         (one_is_ignored, SafetyViolated),

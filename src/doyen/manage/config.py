@@ -1,12 +1,15 @@
 """Configurations: a versioned document with a type, a bounded history, and readers without gaps.
 
     config/<name>/current              {schema, version, id, author, at, previous, history, value}
-    config/<name>/history/<version>    the same bytes, of an earlier version
+    config/<name>/history/<version>    the same bytes, of an earlier version or of the current one
     config/<name>/applied/<subscriber> see `doyen.manage.applied`
 
-- Before `current` moves from version v to v + 1, its writer copies version v, byte for byte, to
-  `history/v` if that is absent. So a version that has been current is either current or in the
-  history, and a writer that dies at any point leaves nothing half done.
+- Before `current` moves from version v to v + 1, its writer sees to it that `history/v` has version
+  v, byte for byte. So a version that has been current is either current or in the history, and a
+  writer that dies at any point leaves nothing half done. Usually the writer of v has copied it as
+  soon as it was written. Readers, which hear of v when it is current, do not wait for the copy.
+- A writer that writes again begins with the version that it wrote last. If that is not the current
+  one any more, its write is refused, and it reads.
 - A version is identified by its number and a random id, and names the id of the version before it
   (`previous`). A reader can therefore tell whether what it reads follows on what it had. If not,
   the store has lost confirmed writes, and the reader is told (`Regressed`).
@@ -121,6 +124,8 @@ class ConfigStore(Generic[T]):
         self._author = author
         self._keep = keep
         self.document = Document(core.calls, config_key(name, "current"))
+        self._kept_version: Versioned | None = None
+        """The version that this writer wrote last, if the history has it."""
 
     # Reading.
 
@@ -142,7 +147,7 @@ class ConfigStore(Generic[T]):
         except BadDocument as error:
             if unreadable and (entry := await self._get(self.document.key)) is not None:
                 newest = await self.newest_kept()
-                # The history is one version behind.
+                # Its number is not known. It is higher than that of all that the history has.
                 version = 1 if newest is None else newest.version + 1
                 return Versioned({}, version, "", 0, entry)
             raise BadDocument(
@@ -255,37 +260,55 @@ class ConfigStore(Generic[T]):
 
     async def _write(self, plain: Any, if_version: int | None, *, force: bool) -> Versioned:
         while True:
-            current = await self._settled_current(force=force)
+            current, self._kept_version = self._kept_version, None
+            if current is None or force or if_version not in (None, current.version):
+                current = await self._settled_current(force=force)
             known = 0 if current is None else current.version if current.id else None
             if if_version is not None and if_version != known:
                 raise self._conflict(if_version, current)
             try:
                 written = await self._replace(current, plain)
             except Conflict as conflict:
-                if if_version is not None:
+                if if_version is not None and not self._is_at(conflict.current, if_version):
                     raise self._conflict(if_version, conflict.current) from None
                 continue
-            await self._trim(written.version, written.body["history"])
+            except BadDocument:
+                continue  # what another program has written meanwhile is read, and refused
+            await self._tidy(written)
             return written
+
+    def _is_at(self, current: Versioned | None, version: int) -> bool:
+        return (0 if current is None else current.version) == version
+
+    async def _tidy(self, written: Versioned) -> None:
+        """Copy the new version to the history, and delete what is older than it keeps. If that
+        fails, a later writer does it."""
+        try:
+            await self._copy(written)
+            self._kept_version = written
+            await self._trim(written.version, written.body["history"])
+        except StoreError as error:
+            log.debug("%s", log_line(event="history_not_tidied", config=self.name, error=error))
 
     async def _settled_current(self, *, force: bool) -> Versioned | None:
         """The current version, which the history has too if it can be read."""
         try:
             current = await self.current(unreadable=force)
             if current is not None and current.id:
-                await self._copy(current)
+                known = await self._get(config_key(self.name, "history", current.version))
+                await self._copy(current, known)
         except OutcomeUnknown as error:
             raise StoreUnavailable(f"{self.name!r} was not written: {error}") from error
         return current
 
-    async def _copy(self, current: Versioned) -> None:
-        """Copy the current version to the history. All writers that copy it write the same bytes,
-        so it does not matter how often, or how late, that is carried out.
+    async def _copy(self, current: Versioned, known: Entry | None = None) -> None:
+        """Copy the current version to the history, which has `known` in its place. All writers that
+        copy it write the same bytes, so it does not matter how often, or how late, that is carried
+        out.
 
         Other bytes are those of a version that the store has lost since.
         """
         store, key = self.core.store, config_key(self.name, "history", current.version)
-        known: Entry | None = None
         while known is None or known.value != current.entry.value:
             if_version = None if known is None else known.version
             put = store.put(key, current.entry.value, if_version=if_version)
@@ -331,15 +354,12 @@ class ConfigStore(Generic[T]):
         """
         store, prefix = self.core.store, config_key(self.name, "history")
         oldest = version - keep - 1
-        try:
-            expired = [f"{prefix}/{oldest}"] if oldest > 0 else []
-            if version % keep == 0:
-                keys = [entry.key for entry in await self.core.call(store.list(prefix))]
-                expired = [key for key in keys if int(key.rpartition("/")[2]) <= oldest]
-            for key in expired:
-                await self.core.call(store.delete(key))
-        except StoreError as error:  # a later writer deletes it
-            log.debug("%s", log_line(event="history_not_trimmed", config=self.name, error=error))
+        expired = [f"{prefix}/{oldest}"] if oldest > 0 else []
+        if version % keep == 0:
+            keys = [entry.key for entry in await self.core.call(store.list(prefix))]
+            expired = [key for key in keys if int(key.rpartition("/")[2]) <= oldest]
+        for key in expired:
+            await self.core.call(store.delete(key))
 
     def _conflict(self, if_version: int, current: Versioned | None) -> Conflict:
         if current is None:
