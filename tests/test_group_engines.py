@@ -18,6 +18,8 @@ from support import known
 WITHIN_S = 30.0
 
 url = store_url("sqlite", "etcd", "quorum")
+telling = store_url("sqlite", "etcd", "quorum", "nats")
+"""Those that tell what is left of a lease."""
 
 
 async def test_members_join_change_and_leave_and_the_list_follows(url: str) -> None:
@@ -67,9 +69,9 @@ async def test_a_name_that_is_taken_is_refused(url: str) -> None:
         assert [each.name for each in await other.members("taken")] == ["a"]
 
 
-async def test_a_member_that_is_silent_is_suspected(url: str) -> None:
-    async with asyncio.timeout(WITHIN_S), doyen.connect(url) as session:
-        store = await open_store(url, Context(SystemClock(), lambda event: None))
+async def test_a_member_that_is_silent_is_suspected(telling: str) -> None:
+    async with asyncio.timeout(WITHIN_S), doyen.connect(telling) as session:
+        store = await open_store(telling, Context(SystemClock(), lambda event: None))
         lease = await store.grant(3.0)
         silent = MemberValue("a", "silent-1", "silent", "test", lease.ttl_s, 0.0, "up", "", {})
         await store.create(member_key("silent", "a"), silent.encode(), lease)

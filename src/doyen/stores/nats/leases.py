@@ -300,6 +300,14 @@ class NatsLeases:
                 await self._end(row.lease)  # another client died between the two steps
         return rows
 
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        """What is left of leases. How long ago a renewal was written is known from when this client
+        first looked after it, so more seems to be left than there is, and never less."""
+        rows = await self.look(leases) if leases else ()
+        return {
+            row.lease: max(0.0, (row.ttl_us or 0) / 1e6 - (row.unchanged_s or 0.0)) for row in rows
+        }
+
     def _row(self, lease: str, renewal: StoredMessage | None, incarnation: str) -> LeaseRow:
         known = self._mirror.view.leases
         if lease not in known or (renewal is not None and renewal.deleted):

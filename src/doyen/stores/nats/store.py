@@ -114,6 +114,10 @@ class NatsStore(GuardedStore):
         self._require_usable()
         return await self._leases.grant(max(ttl_s, self.capabilities.ttl_min_s))
 
+    async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
+        self._require_usable()
+        return await self._leases.remaining(leases)
+
     async def renew(self, lease: Lease) -> None:
         self._require_usable()
         await self._leases.renew(lease)
