@@ -254,12 +254,16 @@ def _config(name: str, entries: list[Entry]) -> dict[str, Any] | None:
         version = Versioned.decode(current)
     except BadDocument as bad:
         return {"name": clipped(name), "error": clipped(str(bad))}
+    kept = [path[1] for path in parts if path[0] == "history"]
     return {
         "name": clipped(name),
         "version": version.version,
         "author": clipped(str(version.body.get("author", "")), 100),
         "at": version.body.get("at"),
-        "versions": 1 + sum(path[0] == "history" for path in parts),
+        # The history may have a copy of the current version.
+        "versions": len(
+            {str(version.version)} | {each[1] for each in parts if each[0] == "history"}
+        ),
         "subscribers": len(applied),
         "applied": sum(each.version == version.version for each in applied),
         "refused": sum(
