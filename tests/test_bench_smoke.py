@@ -40,8 +40,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-LONG = ("members", "shards", "upkeep")
-"""Benches that take more than 10 s with tiny parameters."""
+LONG = ("crash", "frozen", "members", "outages", "page", "shards", "upkeep", "warden", "writes")
+"""Benches that take more than 5 s with tiny parameters."""
 
 
 @pytest.mark.parametrize(

@@ -261,9 +261,7 @@ def _config(name: str, entries: list[Entry]) -> dict[str, Any] | None:
         "author": clipped(str(version.body.get("author", "")), 100),
         "at": version.body.get("at"),
         # The history may have a copy of the current version.
-        "versions": len(
-            {str(version.version)} | {each[1] for each in parts if each[0] == "history"}
-        ),
+        "versions": len({str(version.version), *kept}),
         "subscribers": len(applied),
         "applied": sum(each.version == version.version for each in applied),
         "refused": sum(
