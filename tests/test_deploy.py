@@ -105,7 +105,7 @@ def hosts(store: str) -> Iterator[Hosts]:
 
 
 def test_haproxy_follows_the_leader(hosts: Hosts) -> None:
-    """It is killed, and the requests go to the next one; it is frozen, and they go to the first."""
+    """It is killed, and the requests go to the next one."""
     lines = deployment("haproxy.cfg", PROGRAM)
     lines = re.sub(r"\n    server app\d .*", "", lines)
     for name, port in hosts.ports.items():
