@@ -242,7 +242,7 @@ def a_new_leader_does_not_write(patch: pytest.MonkeyPatch) -> None:
 def the_history_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     """A writer replaces the current version without a copy of it."""
 
-    async def skip(self: ConfigStore[Any], current: Versioned) -> None:
+    async def skip(self: ConfigStore[Any], current: Versioned, known: object = None) -> None:
         pass
 
     patch.setattr(ConfigStore, "_copy", skip)
