@@ -402,7 +402,7 @@ def run_world(seed: int, *, processes: int = 4, steps: int = 60) -> ConfigWorld:
     return world
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_configurations_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.versions

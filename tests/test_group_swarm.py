@@ -453,7 +453,7 @@ def run_group_world(seed: int, *, workers: int = 5, steps: int = 60) -> GroupWor
     return world
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_members_and_lists_in_much_trouble(seed: int) -> None:
     assert run_group_world(seed).oracle.publications > 0

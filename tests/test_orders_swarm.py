@@ -404,7 +404,7 @@ def run_orders_world(
     return world
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_orders_in_much_trouble(seed: int) -> None:
     assert run_orders_world(seed).oracle.orders > 0

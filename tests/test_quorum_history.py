@@ -58,6 +58,7 @@ def test_links_are_cut(tmp_path: Path) -> None:
         trial.judge()
 
 
+@pytest.mark.chaos
 def test_the_checker_detects_acknowledged_writes_on_no_disk(tmp_path: Path) -> None:
     """Nodes that acknowledge what they have not written, and are killed before they have."""
     with Trial(tmp_path, mutant="AcknowledgesFromMemory") as trial:

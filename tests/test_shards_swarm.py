@@ -73,7 +73,7 @@ def run_world(
     return world
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_members_come_and_go_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.begun > 0

@@ -41,7 +41,7 @@ def run_world(seed: int, *, candidates: int = 4, steps: int = 150) -> World:
     return world
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_hundred_candidates_come_and_go(seed: int) -> None:
     """Joining, leaving, crashing and cut off at random on a rough link: never two at once, tokens
@@ -49,7 +49,7 @@ def test_a_hundred_candidates_come_and_go(seed: int) -> None:
     assert run_world(seed, candidates=100, steps=60).oracle.terms > 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_few_candidates_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.terms > 0

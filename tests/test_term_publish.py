@@ -328,7 +328,7 @@ def run_publish_world(seed: int, *, candidates: int = 3, steps: int = 40) -> Pub
     return world
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_publications_in_much_trouble(seed: int) -> None:
     oracle = run_publish_world(seed).oracle

@@ -61,7 +61,7 @@ async def led(world: WardenWorld) -> WardedProcess:
     raise AssertionError
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_wardens_in_much_trouble(seed: int) -> None:
     assert run_world(seed).oracle.terms > 0

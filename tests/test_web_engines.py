@@ -51,7 +51,12 @@ async def test_a_transfer_is_seen_with_its_cause(engine: tuple[str, str]) -> Non
         before = row.terms[-2]
         assert before.name == "a"
         # A quick transfer is over before the order is read; the trail says only that there was one.
-        await until(lambda: before.cause in ("transferred", "resigned"))
+        await until(
+            lambda: (
+                {"transferred", "resigned"}
+                & {each.cause for each in row.terms if each.token == before.token}
+            )
+        )
         for task in standing:
             task.cancel()
         await asyncio.gather(*standing, return_exceptions=True)

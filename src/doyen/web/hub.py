@@ -56,8 +56,9 @@ READERS = 16
 """How many elections are read at a time, or get their watch."""
 FORGET_S = 24 * 3600.0
 """How long an election without leader and candidates stays on the page."""
-TRAIL_S = 2.0
-"""How long after a change the trail of an election is read again."""
+TRAIL_S = 10.0
+"""How long after a change the trail of an election is read again: leaders write it in the
+background, and on a busy store that takes a while."""
 SAMPLES = 300
 """How many looks at one lease are kept."""
 
