@@ -330,7 +330,7 @@ async def test_entries_are_private_to_their_user(zookeeper: servers.ZooKeeper, c
     """With digest authentication, clients with another password or none have no access."""
     ours = zookeeper.url.replace("//", "//doyen:p%40ss%3Aword@") + chroot
     async with opened(ours) as store, opened(ours) as same:
-        lease = await store.grant(TTL_S)
+        lease = await store.grant(8.0)
         assert (await store.create(leader_key("e"), b"", lease)).won
         assert await same.get(leader_key("e")) is not None
     for url in (ours.replace("word@", "wrong@"), zookeeper.url + chroot):
