@@ -493,7 +493,7 @@ async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> No
         versions = iter([1, 2, 3, 4, 4])
         refusals = 0
 
-        def busy(how: str) -> bool:
+        def busy(level: str | None) -> bool:
             nonlocal refusals
             refusals += 1
             return False
@@ -504,6 +504,7 @@ async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> No
             await store.put("k", b"v", if_version=None)
         assert next(versions, None) is None
         assert refusals > 10
+        del database._try_begin, database._data_version  # so that it can be closed
 
 
 async def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:

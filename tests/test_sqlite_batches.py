@@ -75,11 +75,13 @@ async def test_what_must_be_on_disk_does_not_join_a_transaction_that_need_not(
         deleting = asyncio.ensure_future(store.delete("a", if_version=entry.version))
         await taken(store)
         creating = asyncio.ensure_future(store.create("b", b"", lease))
+        putting = asyncio.ensure_future(store.put("c", b"", if_version=None))
         await asyncio.sleep(0.01)
         blocking.execute("COMMIT")
         blocking.close()
         assert await deleting
         assert (await creating).won
+        assert await putting is not None
         assert levels == ["NORMAL", "FULL"]
 
 

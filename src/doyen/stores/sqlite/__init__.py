@@ -143,13 +143,13 @@ class SQLiteStore(GuardedStore):
         return self._database.submit(run, writes=writes, durable=durable)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        return await self._submit(lambda tables: tables.create(key, value, lease.id), durable=True)
+        return await self._submit(lambda tables: tables.create(key, value, lease.id))
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
-        return await self._submit(lambda tables: tables.update(entry, value), durable=True)
+        return await self._submit(lambda tables: tables.update(entry, value))
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         return await self._submit(lambda tables: tables.delete(key, if_version))
@@ -202,13 +202,18 @@ class SQLiteStore(GuardedStore):
         self._inbox.close()
         self._leases.release_all()
         try:
-            if self._watches.ever_watched:
-                await self._database.submit(lambda tables: tables.unwatch_all())
+            if self._database.serves:
+                await self._database.submit(self._leave, writes=self._watches.ever_watched)
             self._inbox.remove()
         except StoreError:
             pass  # the next open removes an inbox without a reader
         finally:
             await self._database.close()
+
+    def _leave(self, tables: Transaction) -> None:
+        if self._watches.ever_watched:
+            tables.unwatch_all()
+        tables.give_back(self._database.alone)
 
     def _on_ended(self, lease: str, cause: Literal["died", "expired"]) -> None:
         self._emit(LeaseEnded(lease=lease, cause=cause))

@@ -3,8 +3,10 @@
 All SQL runs on one thread, which executes all pending operations in one transaction, those that
 arrive while it waits for the write lock included. A thousand candidates of one session therefore
 cost few commits, and a slow disk never blocks the loop on which leases are renewed. Commits that
-create a record or put a value are on disk before they are confirmed (`synchronous=FULL`); other
-commits can be lost only in a power failure.
+put a value, or raise the ceiling of the numbers, are on disk before they are confirmed
+(`synchronous=FULL`). Others can be lost, from the last one on, when the machine crashes (`NORMAL`);
+what that means for tokens is in `tables`. The log is copied to the database between two batches,
+when the callers have their answers.
 
 The thread itself waits for the write lock, with much shorter pauses than SQLite's busy handler. If
 no other process commits for `PATIENCE_S`, the batch fails with an error that names the process that
@@ -38,8 +40,10 @@ from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory, translate_os
 from doyen.stores.sqlite.tables import (
     APPLICATION_ID,
+    MIGRATION,
     SCHEMA,
     SCHEMA_VERSION,
+    DurableNeeded,
     Transaction,
     WriteNeeded,
 )
@@ -47,6 +51,9 @@ from doyen.stores.sqlite.tables import (
 __all__ = ["Database"]
 
 T = TypeVar("T")
+
+_Level = Literal["NORMAL", "FULL"]
+"""Whether a commit is on disk before it is confirmed (FULL), or in order (NORMAL)."""
 
 PATIENCE_S = 0.5
 """How long to wait for the write lock while no other process commits. It is below the request
@@ -58,6 +65,10 @@ _BATCH = 256
 _YIELDS = 4
 """Tries before the first pause: a watcher is woken just before the writer's commit."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
+_SAVED_AFTER = 100
+"""After how many of its own commits a handle copies the log to the database."""
+_LONGEST_LOG = 10_000
+"""At how many pages SQLite does so within a commit. It happens only if the former does not."""
 _WRITE_LOCK = 120
 """The byte of the -shm file that SQLite locks to write (walformat, "WAL locks")."""
 
@@ -91,6 +102,8 @@ class Database:
         """Tags of watches that were closed; their rows go with the next write."""
         self.deliver: Callable[[Transaction], None] = lambda committed: None
         """Receives each write transaction that was committed."""
+        self.serves = False
+        """Whether the database was opened."""
         self._loop = loop
         self._directory = directory
         self._leases = leases
@@ -104,7 +117,12 @@ class Database:
         self._execute: Callable[..., sqlite3.Cursor]
         self._file: FileId | None = None
         """The file that was opened first."""
-        self._synchronous = ""
+        self._synchronous: _Level | Literal[""] = ""
+        """The level of the connection. A new one may have any."""
+        self._seen = 0
+        """The latest number that a transaction of this handle has seen."""
+        self._unsaved = 0
+        """Commits since this handle has last copied the log to the database."""
 
     async def open(self) -> None:
         """Start the thread and open the database on it."""
@@ -171,11 +189,15 @@ class Database:
             self._post(_settle, self._opened, None, self._translate(error))
             self._post(_settle, self._ended, None, None)
             return
+        self.serves = True
         self._post(_settle, self._opened, None, None)
         while batch := self._take():
             with connections().inside(self):
                 committed = self._carry_out(batch)
             self._post(self._answer, batch, committed)
+            if committed is not None:
+                with connections().inside(self):
+                    self._keep_house(committed)
         self._stop()
         self._post(_settle, self._ended, None, None)
 
@@ -235,19 +257,40 @@ class Database:
                     return None
                 except WriteNeeded:
                     self._roll_back()
-            return self._write(wanted, batch)
+            try:
+                return self._write(wanted, batch)
+            except DurableNeeded:
+                self._roll_back()
+                return self._write(wanted, batch, durable=True)
         except Exception as error:  # noqa: BLE001 (raised by every operation of the batch)
             self._roll_back()
             for operation in wanted:
                 operation.result, operation.error = None, self._translate(error, copy=True)
             return None
 
+    def _keep_house(self, committed: Transaction) -> None:
+        """What waits for the disk, while nobody waits for it: reserve numbers before they are
+        needed, and copy the log to the database. If it fails, it is done when it is needed."""
+        self._unsaved += 1
+        try:
+            self._reconnect()
+            if committed.is_low:
+                self._write([], [], durable=True)
+            if self._unsaved >= _SAVED_AFTER:
+                self._unsaved = 0
+                self._save()
+        except (sqlite3.Error, OSError, StoreError):
+            self._roll_back()
+
+    def _save(self) -> None:
+        self._execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
     def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
         """Execute each operation. Its error is its own, unless the whole transaction is lost."""
         for operation in batch:
             try:
                 operation.result, operation.error = operation.run(tables), None
-            except WriteNeeded:
+            except (WriteNeeded, DurableNeeded):
                 raise
             except Exception as error:
                 if isinstance(error, sqlite3.Error) and _code(error) not in _OF_ONE_STATEMENT:
@@ -255,27 +298,44 @@ class Database:
                 operation.error = self._translate(error)
 
     def _read(self, batch: list[_Operation]) -> None:
-        self._begin(batch, "BEGIN")
+        self._begin(batch, None)
         self._attempt(batch, self._transaction(writable=False))
         self._execute("COMMIT")
 
-    def _write(self, wanted: list[_Operation], batch: list[_Operation]) -> Transaction:
-        """Execute the operations `wanted`, and those that join them, which are added to both."""
-        self._sync("FULL" if any(operation.durable for operation in wanted) else "NORMAL")
-        self._begin(wanted, "BEGIN IMMEDIATE")
-        self._join(wanted, batch)
+    def _write(
+        self, wanted: list[_Operation], batch: list[_Operation], *, durable: bool = False
+    ) -> Transaction:
+        """Execute the operations `wanted`, and those that join them, if there are any: these are
+        added to both."""
+        durable = durable or any(operation.durable for operation in wanted)
+        self._begin(wanted, "FULL" if durable else "NORMAL")
+        if wanted:
+            self._join(wanted, batch)
         if not self.in_place():
             raise self._replaced()
         tables = self._transaction(writable=True)
         self._attempt(wanted, tables)
         tables.finish(self.stale, self._inbox.send)
         self._commit()
+        self._seen = max(self._seen, tables.latest or 0)
         return tables
 
     def _transaction(self, *, writable: bool) -> Transaction:
-        return Transaction(self._execute, self._leases, self._inbox.name, writable=writable)
+        return Transaction(
+            self._execute,
+            self._leases,
+            self._inbox.name,
+            writable=writable,
+            durable=self._synchronous == "FULL",
+            seen=self._seen,
+        )
 
-    def _sync(self, level: str) -> None:
+    def alone(self) -> bool:
+        """Whether no other handle is known to be alive. Under the write lock."""
+        files = self._directory.files().items()
+        return not self._inbox.any_other_read(name for name, parts in files if "inbox" in parts)
+
+    def _sync(self, level: _Level) -> None:
         if level != self._synchronous:
             self._execute(f"PRAGMA synchronous = {level}")
             self._synchronous = level
@@ -300,13 +360,16 @@ class Database:
         except sqlite3.Error:
             pass  # SQLite has already rolled back
 
-    def _begin(self, batch: list[_Operation], how: str, *, patience_s: float | None = None) -> None:
-        """Begin a transaction, waiting for the lock with short, growing, jittered pauses."""
+    def _begin(
+        self, batch: list[_Operation], level: _Level | None, *, patience_s: float | None = None
+    ) -> None:
+        """Begin a transaction, waiting for the lock with short, growing, jittered pauses. Without a
+        level it only reads."""
         patience_s = self._patience_s if patience_s is None else patience_s
         pause_s = _PAUSE_S
         yields = _YIELDS
         limit = committed = None
-        while not self._try_begin(how):
+        while not self._try_begin(level):
             now = time.monotonic()
             if limit is None or now >= limit:
                 latest = self._data_version()
@@ -330,11 +393,14 @@ class Database:
             return None
         return int(version)
 
-    def _try_begin(self, how: str) -> bool:
+    def _try_begin(self, level: _Level | None) -> bool:
         try:
-            self._execute(how)
-            if how == "BEGIN":
-                self._execute("SELECT 1 FROM meta").fetchone()
+            if level is None:
+                self._execute("BEGIN")
+                self._execute("SELECT 1 FROM counter").fetchone()
+            else:
+                self._sync(level)
+                self._execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
             if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise
@@ -351,8 +417,14 @@ class Database:
             raise StoreUnusable(f"{self.path} cannot be put into WAL mode (it stays {mode})")
         if new:
             self._create()
+        elif self._patiently("PRAGMA user_version") < SCHEMA_VERSION:
+            self._migrate()
         self._directory.make()
-        self._begin([], "BEGIN IMMEDIATE", patience_s=OPEN_PATIENCE_S)
+        self._begin([], "NORMAL", patience_s=OPEN_PATIENCE_S)
+        if self.alone():
+            tables = self._transaction(writable=True)
+            tables.begin_at_ceiling()
+            tables.finish(self.stale, self._inbox.send)
         self._inbox.make()
         self._execute("COMMIT")
 
@@ -375,6 +447,7 @@ class Database:
             check_same_thread=False,
         )
         self._execute = self._connection.execute
+        self._execute(f"PRAGMA wal_autocheckpoint = {_LONGEST_LOG}").fetchone()
         self._synchronous = ""
         self._file = self._file or _file_at(self.path)
 
@@ -425,10 +498,16 @@ class Database:
         return True
 
     def _create(self) -> None:
-        self._sync("FULL")
-        self._begin([], "BEGIN IMMEDIATE", patience_s=OPEN_PATIENCE_S)
+        self._begin([], "FULL", patience_s=OPEN_PATIENCE_S)
         if self._is_new():
             for statement in SCHEMA:
+                self._execute(statement)
+        self._execute("COMMIT")
+
+    def _migrate(self) -> None:
+        self._begin([], "FULL", patience_s=OPEN_PATIENCE_S)
+        if self._patiently("PRAGMA user_version") < SCHEMA_VERSION:
+            for statement in MIGRATION:
                 self._execute(statement)
         self._execute("COMMIT")
 

@@ -79,6 +79,16 @@ class Inbox:
             return error.errno not in (errno.ENXIO, errno.ENOENT)
         return True
 
+    def any_other_read(self, names: Iterable[str]) -> bool:
+        """Whether one of these inboxes, other than this one, certainly has a reader."""
+        for name in names:
+            if name == self.name:
+                continue
+            with suppress(OSError):
+                os.close(os.open(self._directory.file(name, "inbox"), os.O_WRONLY | os.O_NONBLOCK))
+                return True
+        return False
+
     def drain(self) -> set[int] | None:
         """The tags that have arrived, or None if some may have been dropped."""
         try:

@@ -4,6 +4,18 @@ Every write increments one counter in the same transaction, so revisions, and wi
 of leader records, only grow, across releases and restarts. The keys of tickets sort in the order of
 their line.
 
+After a crash of the machine no candidate is left, and the leases of all of them have ended. So of
+an election only the numbers must outlive it, and no commit of an election waits for the disk:
+
+- The counter has a *ceiling*, which is on disk. No number above it is ever confirmed. A transaction
+  that would cross it is repeated as one that is on disk before it is confirmed, and raises the
+  ceiling by `BLOCK`.
+- Commits that are not on disk yet can be lost only from the end of the log, and only in a crash of
+  the machine, or of its disk. No handle outlives that. So a handle counts on from the counter if
+  another handle is alive when it opens, and otherwise from the ceiling.
+
+The last handle that is closed lowers the ceiling to the counter, so that no numbers are skipped.
+
 A writer notifies the watchers of a key *before* the commit: a writer that is killed at any instant
 has then either notified them or changed nothing. The watchers read after acquiring the write lock
 themselves, which is after the commit or its failure.
@@ -25,13 +37,28 @@ from doyen.model import Entry, Version
 from doyen.stores.port import Creation
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 
-__all__ = ["APPLICATION_ID", "SCHEMA", "SCHEMA_VERSION", "Transaction", "WriteNeeded"]
+__all__ = [
+    "APPLICATION_ID",
+    "MIGRATION",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "DurableNeeded",
+    "Transaction",
+    "WriteNeeded",
+]
 
 APPLICATION_ID = 0x446F7965
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+BLOCK = 1000
+"""How many numbers are reserved on disk at a time."""
+_COUNTER = (
+    "CREATE TABLE counter (only INTEGER PRIMARY KEY CHECK (only = 1), revision INTEGER NOT NULL,"
+    " ceiling INTEGER NOT NULL)"
+)
+_VERSION = f"PRAGMA user_version = {SCHEMA_VERSION}"
 SCHEMA = (
-    "CREATE TABLE meta (only INTEGER PRIMARY KEY CHECK (only = 1), revision INTEGER NOT NULL)",
-    "INSERT INTO meta VALUES (1, 0)",
+    _COUNTER,
+    "INSERT INTO counter VALUES (1, 0, 0)",
     "CREATE TABLE entries (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL,"
     " version INTEGER NOT NULL, lease TEXT) WITHOUT ROWID",
     "CREATE INDEX entries_by_lease ON entries (lease) WHERE lease IS NOT NULL",
@@ -39,8 +66,16 @@ SCHEMA = (
     " PRIMARY KEY (scope, inbox)) WITHOUT ROWID",
     "CREATE INDEX watches_by_inbox ON watches (inbox, tag)",
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
+    _VERSION,
 )
+MIGRATION = (
+    _COUNTER,
+    "INSERT INTO counter SELECT 1, revision, revision FROM meta",
+    # An earlier version of doyen that still runs would count on without a ceiling. Now it fails.
+    "DROP TABLE meta",
+    _VERSION,
+)
+"""From version 1, which had no ceiling."""
 
 _ENTRY = "SELECT key, value, revision, version, lease FROM entries "
 _AT_ONCE = 48
@@ -69,6 +104,10 @@ class WriteNeeded(Exception):
     """A read came upon an ended lease, whose rows are to be removed under the write lock."""
 
 
+class DurableNeeded(Exception):
+    """The transaction needs a number above the ceiling."""
+
+
 class Transaction:
     """One transaction, under way."""
 
@@ -79,13 +118,21 @@ class Transaction:
         inbox: str,
         *,
         writable: bool,
+        durable: bool = False,
+        seen: int = 0,
     ) -> None:
+        """`durable`: the commit is on disk before it is confirmed. `seen` is the latest number that
+        this handle has seen."""
         self._execute = execute
+        self._durable = durable
+        self._seen = seen
         self._leases = leases
         self._inbox = inbox
         self._writable = writable
         self._verdicts: dict[str, LeaseFileVerdict] = {}
         self._revision: int | None = None
+        self._ceiling = 0
+        self._counted = False
         self._changed: set[str] = set()
         self.touched: dict[int, str] = {}
         """The scopes of this handle in which something changed, by tag."""
@@ -171,8 +218,11 @@ class Transaction:
 
     def finish(self, stale: deque[int], send: Send) -> None:
         """Settle everything that goes with the changes; the commit is to follow at once."""
+        if self._durable:
+            self.reserve()
         if self._revision is not None:
-            self._execute("UPDATE meta SET revision = ?", (self._revision,))
+            counter = (self._revision, self._ceiling)
+            self._execute("UPDATE counter SET revision = ?, ceiling = ?", counter)
         while stale:
             own = (self._inbox, stale.popleft())
             self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", own)
@@ -210,6 +260,37 @@ class Transaction:
 
     def raise_revision(self, floor: int) -> None:
         self._revision = max(self._latest(), floor)
+        self._ceiling = max(self._ceiling, self._revision)
+
+    def reserve(self) -> None:
+        """In a durable transaction: raise the ceiling if half of the last block is used."""
+        latest = self._latest()
+        if self._ceiling - latest < BLOCK // 2:
+            self._revision, self._ceiling = latest, latest + BLOCK
+
+    def begin_at_ceiling(self) -> None:
+        """No other handle is alive, so the last numbers may have been lost: skip them."""
+        latest = self._latest()
+        if latest < self._ceiling:
+            self._revision = self._ceiling
+
+    def give_back(self, alone: Callable[[], bool]) -> None:
+        """Numbers that nobody has need not be skipped if no other handle is alive."""
+        latest = self._latest()
+        if latest < self._ceiling and alone():
+            if not self._writable:
+                raise WriteNeeded
+            self._revision = self._ceiling = latest
+
+    @property
+    def latest(self) -> int | None:
+        """The last number that this transaction used or saw, if it looked."""
+        return self._revision
+
+    @property
+    def is_low(self) -> bool:
+        """Whether half of the reserved numbers are used, and this transaction used some."""
+        return self._counted and self._ceiling - (self._revision or 0) < BLOCK // 2
 
     def _live(self, row: tuple[Any, ...]) -> Entry | None:
         """The entry in a row; None if its lease has ended. Then a handle that takes part removes
@@ -254,13 +335,22 @@ class Transaction:
 
     def _latest(self) -> int:
         if self._revision is None:
-            (latest,) = self._execute("SELECT revision FROM meta").fetchone()
-            return int(latest)
+            latest, self._ceiling = self._execute(
+                "SELECT revision, ceiling FROM counter"
+            ).fetchone()
+            # A disk that has lost writes without a crash of the machine.
+            return int(latest) if latest >= self._seen else max(self._ceiling, self._seen)
         return self._revision
 
     def _next(self) -> int:
-        self._revision = self._latest() + 1
-        return self._revision
+        following = self._latest() + 1
+        if following > self._ceiling:
+            if not self._durable:
+                raise DurableNeeded
+            self._ceiling = following + BLOCK - 1
+        self._revision = following
+        self._counted = True
+        return following
 
     def _owners(self, scope: str) -> frozenset[str]:
         query = "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION "
