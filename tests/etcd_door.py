@@ -1,8 +1,10 @@
-"""A quorum that serves etcd's API in this process, and a client that speaks it to any server."""
+"""Quorums that serve etcd's API, in this process or in processes of their own, and a client that
+speaks it to any server."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,9 @@ from doyen.quorum.etcd_api import rpc
 from doyen.quorum.etcd_api.door import EtcdDoor
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from servers import free_port
+from servers.cluster import Cluster
+from servers.process import HOST
+from servers.quorum import QuorumNode
 
 POLL_S = 0.01
 
@@ -64,6 +69,28 @@ class EtcdClient:
                 if found[0] == "OUT_OF_RANGE":
                     return
                 await asyncio.sleep(POLL_S)
+
+
+class DoorNode(QuorumNode):
+    """`doyen serve --etcd`. Options are those of the command, without the dashes."""
+
+    port_count = 2
+
+    @property
+    def door(self) -> str:
+        return f"{HOST}:{self.ports[1]}"
+
+    def command(self) -> list[str]:
+        peers = ",".join(f"{name}={address}" for name, address in self.addresses.items())
+        return [
+            *(sys.executable, "-m", "doyen", "serve", "--found", "--id", self.name),
+            *("--data-dir", str(self.folder / "data"), "--peers", peers, "--etcd", self.door),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()),
+        ]
+
+
+class DoorCluster(Cluster[DoorNode]):
+    member = DoorNode
 
 
 class Doors:

@@ -247,11 +247,15 @@ def test_what_is_not_offered_or_too_large(tmp_path: Path) -> None:
     async def trial() -> None:
         async with doors(tmp_path) as quorum, EtcdClient(quorum.addresses[0]) as client:
             snapshot = rpc.STATUS._replace(path="/etcdserverpb.Maintenance/Snapshot")
-            users = rpc.STATUS._replace(path="/etcdserverpb.Auth/UserList")
-            for method in (snapshot, users):
+            user_list = rpc.STATUS._replace(path="/etcdserverpb.Auth/UserList")
+            for method in (snapshot, user_list):
                 assert (await client.outcome(method))[0] == "UNIMPLEMENTED"
             assert (await client.outcome(rpc.ALARM, action=1))[0] == "UNIMPLEMENTED"
             assert not (await client.call(rpc.ALARM)).alarms
+            # Clients that have a password go on without it.
+            users = "FAILED_PRECONDITION", "etcdserver: authentication is not enabled"
+            assert await client.outcome(rpc.AUTHENTICATE, name="a", password="b") == users
+            assert not (await client.call(rpc.AUTH_STATUS)).enabled
             await client.call(rpc.PUT, key=b"k", value=b"x" * 1_000_000)
             too_large = await client.outcome(rpc.PUT, key=b"k", value=b"x" * 1_100_000)
             assert too_large == ("INVALID_ARGUMENT", "etcdserver: request is too large")

@@ -7,9 +7,7 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
-import venv
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +15,9 @@ import grpc
 import pytest
 
 from doyen.quorum.etcd_api import rpc
-from etcd_door import POLL_S, EtcdClient
-from servers.cluster import Cluster
-from servers.fetch import Debian, Recipe, cache_directory, obtain
-from servers.process import HOST
-from servers.quorum import QuorumNode
+from etcd_door import POLL_S, DoorCluster, EtcdClient
+from servers.environments import environment
+from servers.fetch import Debian, Recipe, obtain
 
 pytestmark = pytest.mark.chaos
 
@@ -46,36 +42,8 @@ NEEDS = {
 
 
 def interpreter(name: str) -> str:
-    """The interpreter of an environment with clients of etcd, created at the first call."""
-    folder = cache_directory().with_name("clients") / name
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    if not ready.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *NEEDS[name]], check=True)
-        ready.touch()
-    return str(python)
-
-
-class DoorNode(QuorumNode):
-    """`doyen serve --etcd`."""
-
-    port_count = 2
-
-    @property
-    def door(self) -> str:
-        return f"{HOST}:{self.ports[1]}"
-
-    def command(self) -> list[str]:
-        peers = ",".join(f"{name}={address}" for name, address in self.addresses.items())
-        return [
-            *(sys.executable, "-m", "doyen", "serve", "--found", "--id", self.name),
-            *("--data-dir", str(self.folder / "data"), "--peers", peers, "--etcd", self.door),
-        ]
-
-
-class DoorCluster(Cluster[DoorNode]):
-    member = DoorNode
+    """The interpreter of an environment with clients of etcd."""
+    return str(environment(name, NEEDS[name]) / "bin/python")
 
 
 @pytest.fixture(scope="module")

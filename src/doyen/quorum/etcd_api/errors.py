@@ -49,6 +49,7 @@ NO_SPACE: Final = _error(Code.RESOURCE_EXHAUSTED, "mvcc: database space exceeded
 LEASE_NOT_FOUND: Final = _error(Code.NOT_FOUND, "requested lease not found")
 LEASE_EXISTS: Final = _error(Code.FAILED_PRECONDITION, "lease already exists")
 LEASE_TOO_LONG: Final = _error(Code.OUT_OF_RANGE, "too large lease TTL")
+NO_USERS: Final = _error(Code.FAILED_PRECONDITION, "authentication is not enabled")
 NO_LEADER: Final = _error(Code.UNAVAILABLE, "no leader")
 TIMED_OUT: Final = _error(Code.UNAVAILABLE, "request timed out")
 STOPPED: Final = _error(Code.UNAVAILABLE, "server stopped")

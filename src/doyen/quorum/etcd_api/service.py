@@ -4,7 +4,7 @@
     leases      LeaseGrant, LeaseRevoke, LeaseKeepAlive, LeaseTimeToLive, LeaseLeases
     watches     Watch (`watches`)
     elections   Election and Lock, built on keys, leases and watches (`elections`)
-    cluster     MemberList, Status, Alarm
+    cluster     MemberList, Status, Alarm, Authenticate, AuthStatus
 
 Writes are proposed on this node and go to the leader as those of doyen's own clients do. A read
 waits until this node shows every write that was acknowledged before it, unless it is serializable.
@@ -34,6 +34,7 @@ from doyen.quorum.etcd_api.errors import (
     LEASE_TOO_LONG,
     NO_LEADER,
     NO_SPACE,
+    NO_USERS,
     REFUSALS,
     TIMED_OUT,
     Code,
@@ -127,6 +128,8 @@ class EtcdApi:
             rpc.MEMBER_LIST: self._member_list,
             rpc.STATUS: self._status,
             rpc.ALARM: self._alarm,
+            rpc.AUTHENTICATE: self._authenticate,
+            rpc.AUTH_STATUS: self._auth_status,
         }
         self.streaming: dict[rpc.EtcdMethod, Streaming] = {
             rpc.KEEP_ALIVE: self._keep_alive,
@@ -404,6 +407,13 @@ class EtcdApi:
             node = self._member_id(self._driver.id)
             alarms.append(rpc.AlarmMember(memberID=node, alarm=rpc.NOSPACE))
         return rpc.ALARM.response(header=self.header(), alarms=alarms)
+
+    async def _authenticate(self, message: Any) -> Any:
+        """Clients that have a password then go on without one, as with an etcd without users."""
+        raise fail(NO_USERS)
+
+    async def _auth_status(self, message: Any) -> Any:
+        return rpc.AUTH_STATUS.response(header=self.header(), enabled=False)
 
     async def session(self, lease: int, ttl: int = 60) -> int:
         """The lease for an election or a lock: renewed once or, if it is 0, a new one."""
