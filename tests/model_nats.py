@@ -194,12 +194,16 @@ class NatsModel:
             return b"", b"{}"
         if action == "STREAM.CREATE":
             new = Stream(request, request["first_seq"] - 1, created=f"at {self._now()}")
-            self.streams.setdefault(rest, new)
+            if self.streams.setdefault(rest, new).config != request:
+                return b"", _error(400, 10058, "stream name already in use")
         if rest not in self.streams:
             return b"", _error(404, 10059, "stream not found")
         stream = self.streams[rest]
         self._forget(stream)
         match action:
+            case "STREAM.DELETE":
+                self.delete(rest)
+                answer: dict[str, Any] = {"success": True}
             case "STREAM.CREATE" | "STREAM.INFO":
                 state = {"last_seq": stream.last, "messages": len(stream.messages)}
                 answer = {"config": stream.config, "state": state, "created": stream.created}

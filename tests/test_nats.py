@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import socket
 import struct
 import threading
@@ -257,9 +258,11 @@ async def test_creations_over_markers_that_the_server_has_forgotten(
             assert one.entry == two.entry == await a.get(key)
 
 
-def test_many_candidates_have_a_leader_soon_after_an_outage() -> None:
-    """It takes a ttl and a handover, however many leases expired in the outage."""
-    ttl_s, number = 1.0, 8
+@pytest.mark.parametrize(("number", "wiped"), [(8, False), (3, True)])
+def test_many_candidates_have_a_leader_soon_after_an_outage(number: int, wiped: bool) -> None:
+    """It takes a ttl and a handover, however many leases expired in the outage, and also if the
+    server comes back without its data."""
+    ttl_s = 1.0
 
     async def candidate(url: str, leads: asyncio.Event) -> None:
         async with doyen.connect(url, ttl_s=ttl_s) as session:
@@ -281,6 +284,8 @@ def test_many_candidates_have_a_leader_soon_after_an_outage() -> None:
             server.kill()
             await asyncio.sleep(3.5 * ttl_s)  # until all clients have stopped trying to revoke
             leads.clear()
+            if wiped:
+                shutil.rmtree(server.folder / "data")
             server.launch()
             await asyncio.to_thread(server.await_ready)
             began = time.monotonic()

@@ -671,12 +671,14 @@ def test_the_sweep_sends_few_requests_while_no_lease_expires() -> None:
 
 
 class Outage(WireWorld):
-    """An outage of the store: how long after it until a candidate leads."""
+    """An outage of the store: how long after it until a candidate is elected. With `wiped` the
+    server comes back without its data."""
 
-    def __init__(self, candidates: int, outage_s: float) -> None:
+    def __init__(self, candidates: int, outage_s: float, *, wiped: bool = False) -> None:
         super().__init__(1, build(FAIR), url, ttl_s=TTL_S, odds=Odds())
         self.body_s = 1e6
         self.took_s = 0.0
+        self._wiped = wiped
         self.watch_over(self._life(candidates, outage_s))
 
     async def _life(self, candidates: int, outage_s: float) -> None:
@@ -686,10 +688,14 @@ class Outage(WireWorld):
         await asyncio.sleep(5)
         self.network.stop()
         await asyncio.sleep(outage_s)
+        if self._wiped:
+            assert isinstance(self.model, NatsModel)
+            self.model.streams.clear()
         self.oracle.somebody_leads.clear()
         self.network.start()
         began = self.clock.now()
-        await self.oracle.somebody_leads.wait()
+        async with asyncio.timeout(20 * TTL_S):
+            await self.oracle.somebody_leads.wait()
         self.took_s = self.clock.now() - began
         await self.end()
         await nothing_is_left(self.network)

@@ -13,6 +13,7 @@ write is the token. No clock of a server is used: a client ends another's lease 
 no renewal for a whole ttl. The parts:
 
     jetstream  connections of nats-py, requests to JetStream, and what its errors mean
+    buckets    the buckets: created if missing, and again if they were lost
     view       what the messages of a bucket mean
     mirror     the copy of the bucket, and the consumer that feeds it
     leases     leases: granted, renewed, observed, ended

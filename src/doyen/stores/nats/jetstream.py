@@ -41,6 +41,7 @@ _PAUSE_S, _LONGEST_PAUSE_S, _LASTING_S = 0.1, 1.0, 5.0
 _WRONG_LAST = (10071, 10164)
 _NO_MESSAGE = 10037
 _NO_STREAM = 10059
+_STREAM_EXISTS = 10058
 _NO_JETSTREAM = (10039, 10076)
 
 
@@ -146,6 +147,10 @@ class WrongSequence(Exception):
 
 class StreamMissing(StoreUnavailable):
     """The stream does not exist."""
+
+
+class StreamExists(StoreUnusable):
+    """There is a stream of this name, with another configuration."""
 
 
 class StoredMessage(NamedTuple):
@@ -348,7 +353,8 @@ class JetStream:
             raise OutcomeUnknown(f"the connection to NATS was lost: {self._error}") from None
         except nats.errors.NoRespondersError as error:
             raise StoreUnavailable(
-                "JetStream does not respond: it is disabled, or has no leader at the moment"
+                "JetStream does not respond: it is disabled, has no leader at the moment, or has"
+                " lost the bucket"
             ) from error
         except (nats.errors.Error, OSError) as error:
             raise OutcomeUnknown(f"NATS did not respond: {error}") from error
@@ -373,6 +379,8 @@ def _checked(message: Msg) -> dict[str, Any]:
         return {}
     if code == _NO_STREAM:
         raise StreamMissing(f"the bucket does not exist: {text}")
+    if code == _STREAM_EXISTS:
+        raise StreamExists(f"JetStream refuses the request: {text} ({code})")
     if code in _NO_JETSTREAM:
         raise StoreUnusable(f"JetStream is not available: {text}; enable it for the account")
     if error.get("code") == 503:

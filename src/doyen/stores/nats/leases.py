@@ -36,7 +36,14 @@ from doyen.events.log_lines import log_line
 from doyen.model import Entry, Lease
 from doyen.stores.kit.expiry import RENEWED_BY, LeaseRow
 from doyen.stores.kit.observer import LeaseObserver, Survey
-from doyen.stores.nats.jetstream import PIPELINED, JetStream, StoredMessage, WrongSequence
+from doyen.stores.nats.buckets import Buckets
+from doyen.stores.nats.jetstream import (
+    PIPELINED,
+    JetStream,
+    StoredMessage,
+    StreamMissing,
+    WrongSequence,
+)
 from doyen.stores.nats.mirror import BucketConsumer, Mirror
 from doyen.stores.nats.renewals import OldRenewals
 from doyen.stores.nats.view import LEASE, subject_of
@@ -124,14 +131,15 @@ class NatsLeases:
         self,
         jetstream: JetStream,
         renewals: JetStream,
+        buckets: Buckets,
         mirror: Mirror,
         context: Context,
-        bucket: str,
     ) -> None:
         self._jetstream = jetstream
         self._renewals = renewals
+        self._buckets = buckets
         self._mirror = mirror
-        self._bucket = bucket
+        self._bucket = buckets.name
         self._emit = context.emit
         self._now = context.clock.now
         self._marks = Marks()
@@ -142,9 +150,9 @@ class NatsLeases:
         """The incarnation to which they belong."""
         self._looks = 0
         self._held: dict[str, int] = {}
+        """The sequence of the last renewal of each lease that this client holds."""
         self._granted: dict[str, int] = {}
         """The sequence at which each lease was granted. What is bound to it was written later."""
-        """The sequence of the last renewal of each lease that this client holds."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.observer = LeaseObserver(self, context.clock.now, None)
 
@@ -376,7 +384,7 @@ class NatsLeases:
         old.forget_all_but(self._mirror.view.leases)
         last = await self._jetstream.last(self._stream, subjects)
         position, until = 0, last.sequence if last else 0
-        async with BucketConsumer.open(self._jetstream, f"{self._bucket}_beats") as consumer:
+        async with BucketConsumer.open(self._jetstream, self._buckets.renewals) as consumer:
             while consumer.pending > 0 or position < until:
                 subject, renewal = await consumer.next()
                 position = renewal.sequence
@@ -391,7 +399,11 @@ class NatsLeases:
 
     async def _mark(self) -> None:
         server = self._jetstream.server_id
-        info = await self._jetstream.call(f"STREAM.INFO.{self._stream}")
+        try:
+            info = await self._jetstream.call(f"STREAM.INFO.{self._stream}")
+        except StreamMissing:
+            await self._buckets.ensure_renewals()
+            raise
         if self._jetstream.server_id == server:
             self._created = info["created"]
             self._replicated = info["config"]["num_replicas"] > 1
@@ -442,10 +454,10 @@ class NatsLeases:
 
     @property
     def _stream(self) -> str:
-        return f"KV_{self._bucket}_beats"
+        return f"KV_{self._buckets.renewals}"
 
     def _subject(self, lease: str) -> str:
-        return f"$KV.{self._bucket}_beats.{lease}"
+        return f"$KV.{self._buckets.renewals}.{lease}"
 
 
 def _lease_gone(lease: str) -> LeaseGone:

@@ -14,13 +14,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
+from doyen.stores.nats.buckets import Buckets
 from doyen.stores.nats.jetstream import (
     CLOSE_S,
     RESPONSE_S,
@@ -141,9 +141,10 @@ class BucketConsumer:
 class Mirror:
     """A copy of one bucket."""
 
-    def __init__(self, jetstream: JetStream, bucket: str) -> None:
+    def __init__(self, jetstream: JetStream, buckets: Buckets) -> None:
         self._jetstream = jetstream
-        self._bucket = bucket
+        self._buckets = buckets
+        self._bucket = buckets.name
         self.view = BucketView()
         self._position = 0
         """The sequence up to which the copy has everything."""
@@ -162,7 +163,7 @@ class Mirror:
 
     async def catch_up(self) -> None:
         """Wait until the copy has everything that was written before this call."""
-        known, last = self._position, int((await self.state())["last_seq"])
+        known, last = self._position, int((await self._buckets.state())["last_seq"])
         if last < known:
             error = f"the bucket {self._bucket} has gone back from sequence {known} to {last}"
             if self._consumer is not None:
@@ -202,15 +203,6 @@ class Mirror:
             f" with token_floor={before} or higher"
         )
 
-    async def state(self) -> dict[str, Any]:
-        """The state of the stream, as its leader reports it."""
-        try:
-            info = await self._jetstream.call(f"STREAM.INFO.KV_{self._bucket}")
-        except StreamMissing as error:
-            raise StoreUnavailable(f"the bucket {self._bucket} does not exist any more") from error
-        state: dict[str, Any] = info["state"]
-        return state
-
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -219,19 +211,30 @@ class Mirror:
     async def _run(self, changed: Callable[[str], None], all_changed: Callable[[], None]) -> None:
         while True:
             try:
-                base = int((await self.state())["last_seq"])
+                base = int((await self._buckets.state())["last_seq"])
+                self._buckets.found()
                 last = await self._jetstream.last(f"KV_{self._bucket}", f"$KV.{self._bucket}.>")
                 async with BucketConsumer.open(self._jetstream, self._bucket) as consumer:
                     self._consumer = consumer
                     await self._copy(consumer, base, last.sequence if last else 0)
                     all_changed()
                     await self._follow(consumer, changed)
+            except StreamMissing:
+                await self._create_again()
             except (StoreError, OSError, nats.errors.Error, ConnectionEnded) as error:
+                self._buckets.found()
                 log.debug("%s", log_line(event="bucket_copied_again", reason=error))
             except Exception:
                 log.exception("%s", log_line(event="bucket_copied_again", bucket=self._bucket))
             self._consumer = None
             await asyncio.sleep(PAUSE_S)
+
+    async def _create_again(self) -> None:
+        longest_s = max((ttl_s or 0.0 for ttl_s in self.view.leases.values()), default=0.0)
+        try:
+            await self._buckets.missing(self.highest, longest_s)
+        except StoreError as error:
+            log.debug("%s", log_line(event="bucket_not_created", reason=error))
 
     async def _copy(self, consumer: BucketConsumer, base: int, last: int) -> None:
         """Replace the copy. `base` is the position of the stream before the consumer was created,

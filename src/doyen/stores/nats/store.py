@@ -13,16 +13,11 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable, TicketGone
+from doyen.errors import OutcomeUnknown, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.lifecycle import GuardedStore
-from doyen.stores.nats.jetstream import (
-    PIPELINED,
-    JetStream,
-    NatsAddress,
-    StreamMissing,
-    WrongSequence,
-)
+from doyen.stores.nats.buckets import Buckets
+from doyen.stores.nats.jetstream import PIPELINED, JetStream, NatsAddress, WrongSequence
 from doyen.stores.nats.leases import NatsLeases
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import CREATED, LEASE, subject_of
@@ -34,13 +29,14 @@ class NatsStore(GuardedStore):
 
     def __init__(self, address: NatsAddress, context: Context, *, bucket: str) -> None:
         self._bucket = bucket
-        self._create = context.create
         self._jetstream = JetStream(address)
         self._renewals = JetStream(address)
-        self._mirror = Mirror(self._jetstream, bucket)
-        self._leases = NatsLeases(self._jetstream, self._renewals, self._mirror, context, bucket)
+        self._buckets = Buckets(self._jetstream, bucket, context)
+        self._mirror = Mirror(self._jetstream, self._buckets)
+        self._leases = NatsLeases(
+            self._jetstream, self._renewals, self._buckets, self._mirror, context
+        )
         self._ends_only = context.ends_only
-        self._replicas = 1
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
         self.capabilities = Capabilities(
@@ -51,64 +47,15 @@ class NatsStore(GuardedStore):
         """Connect, create missing buckets, and copy the one with the entries."""
         await self._jetstream.open()
         await self._renewals.open()
-        await self._ensure_bucket(self._bucket, replicas, floor)
-        await self._ensure_bucket(f"{self._bucket}_beats", replicas, 0)
-        state = await self._mirror.state()
-        if int(state["last_seq"]) < floor:
-            raise StoreUnusable(
-                f"the bucket {self._bucket} is at sequence {state['last_seq']}, below"
-                f" token_floor={floor}: it seems to have been restored or created anew, and would"
-                " give out tokens a second time. Delete it; doyen creates it again above"
-                " token_floor"
-            )
+        await self._buckets.open(replicas, floor)
+        if self._buckets.replicas > 1:
+            self.capabilities = replace(self.capabilities, durable=True, linearizable_reads=False)
         if self._ends_only:
             return
         observer = self._leases.observer
         self._mirror.start(observer.changed, observer.all_changed)
         await self._mirror.catch_up()
         await self._leases.start()
-
-    async def _ensure_bucket(self, bucket: str, replicas: int, floor: int) -> None:
-        """Create a bucket if it does not exist. Its sequences begin above `floor`."""
-        stream = f"KV_{bucket}"
-        try:
-            config = (await self._jetstream.call(f"STREAM.INFO.{stream}"))["config"]
-        except StreamMissing as error:
-            if not self._create:
-                raise StoreUnusable(
-                    f"there is no bucket {bucket}, and a query creates none: no candidate has used"
-                    " this store yet; check the URL"
-                ) from error
-            created = await self._jetstream.call(
-                f"STREAM.CREATE.{stream}",
-                name=stream,
-                subjects=[f"$KV.{bucket}.>"],
-                max_msgs_per_subject=1,
-                discard="new",
-                deny_delete=True,
-                allow_rollup_hdrs=True,
-                allow_msg_ttl=True,
-                storage="file",
-                num_replicas=max(1, replicas),
-                first_seq=floor + 1,
-            )
-            config = created["config"]
-        except StoreUnavailable as error:
-            raise StoreUnavailable(f"{error} (bucket {bucket})") from error
-        required = {
-            "storage": (config["storage"], "file"),
-            "max_age": (config.get("max_age", 0), 0),
-            "allow_msg_ttl": (config.get("allow_msg_ttl", False), True),
-        }
-        for name, (found, needed) in required.items():
-            if found != needed:
-                raise StoreUnusable(
-                    f"the bucket {bucket} has {name} {found!r}, and doyen needs {needed!r}:"
-                    " name another bucket; doyen creates it with the settings that it needs"
-                )
-        self._replicas = int(config["num_replicas"])
-        if self._replicas > 1:
-            self.capabilities = replace(self.capabilities, durable=True, linearizable_reads=False)
 
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
@@ -286,7 +233,7 @@ class NatsStore(GuardedStore):
     async def diagnose(self) -> Sequence[Finding]:
         version = self._jetstream.version
         findings = [Finding(level="ok", subject="version", text=f"NATS {version}")]
-        if self._replicas == 1:
+        if self._buckets.replicas == 1:
             findings.append(
                 Finding(
                     level="warning",
