@@ -67,8 +67,10 @@ async def observed(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
         hub.close()
+        failed = [each for each in ended if not isinstance(each, asyncio.CancelledError)]
+        assert not failed, failed
 
 
 @asynccontextmanager

@@ -63,6 +63,7 @@ __all__ = [
     "config_key",
     "described",
     "encode_json",
+    "finite",
     "key_segment",
     "leader_key",
     "line_key",
@@ -326,9 +327,9 @@ class Claim(NamedTuple):
                 str(raw["attempt"]),
                 dict(raw.get("meta") or {}),
                 int(raw.get("rank", 0)),
-                *(_number(raw.get(name)) for name in ("since", "ttl_s")),
+                *(finite(raw.get(name)) for name in ("since", "ttl_s")),
             )
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return cls(value.decode("utf-8", "replace"), "", {})
 
 
@@ -365,7 +366,10 @@ class Order(NamedTuple):
                 str(raw.get("heir", "")),
                 None if rank is None else int(rank),
             )
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (
+            *(ValueError, TypeError, KeyError, AttributeError),
+            *(OverflowError, RecursionError),
+        ):
             return None
 
 
@@ -374,7 +378,8 @@ def encode_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), default=_mapping, allow_nan=False).encode()
 
 
-def _number(value: object) -> float | None:
+def finite(value: object) -> float | None:
+    """A number that JSON can represent; None for everything else."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -77,7 +77,7 @@ class Applied(NamedTuple):
                     int(refused["version"]), str(refused["id"]), str(refused["reason"])
                 )
             return cls(str(raw["name"]), int(raw["version"]), str(raw["id"]), refused)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return cls(entry.key.rpartition("/")[2])
 
 

@@ -73,7 +73,7 @@ class _Ticket:
         try:
             raw = json.loads(entry.value)
             self.attempt, self.mark = str(raw["attempt"]), str(raw["mark"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.attempt, self.mark = "", "gone"
 
     @property

@@ -260,7 +260,7 @@ def _arrived(ticket: Entry) -> str:
     try:
         raw = json.loads(ticket.value)
         return str(raw["attempt"]) if raw["mark"] == "arrived" else ""
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import json
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -24,10 +23,10 @@ from doyen.manage.members import MemberValue
 from doyen.manage.roster import SUSPECT_AFTER
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import ShardSpec
-from doyen.model import Claim, Entry
+from doyen.model import Claim, Entry, finite
 from doyen.stores.port import Watch
 from doyen.web.hub import SHARE, Hub
-from doyen.web.terms import clipped
+from doyen.web.terms import clipped, value_text
 
 __all__ = ["ConfigPanel", "GroupPanel", "NodePanel", "PagePanel", "ShardPanel", "panels_of"]
 
@@ -127,7 +126,7 @@ class HeardMember:
             "heard": None if self.heard is None else round(self.heard, 1),
             "beats": "".join(self.beats),
             "gone": self.gone_at,
-            "meta": clipped(json.dumps(dict(value.meta), ensure_ascii=False), 500),
+            "meta": clipped(value_text(dict(value.meta)), 500),
         }
 
 
@@ -259,7 +258,7 @@ def _config(name: str, entries: list[Entry]) -> dict[str, Any] | None:
         "name": clipped(name),
         "version": version.version,
         "author": clipped(str(version.body.get("author", "")), 100),
-        "at": version.body.get("at"),
+        "at": finite(version.body.get("at")),
         # The history may have a copy of the current version.
         "versions": len({str(version.version), *kept}),
         "subscribers": len(applied),
@@ -302,7 +301,7 @@ async def config_detail(hub: Hub, name: str, version: int | None) -> dict[str, A
             {
                 "version": each,
                 "author": clipped(str(versions[each].body.get("author", "")), 100),
-                "at": versions[each].body.get("at"),
+                "at": finite(versions[each].body.get("at")),
             }
             for each in reversed(numbers)
         ],
@@ -325,8 +324,7 @@ LINES = 2000
 
 
 def _lines(version: Versioned) -> list[str]:
-    text = json.dumps(version.body.get("value"), indent=2, ensure_ascii=False, sort_keys=True)
-    lines = text.splitlines()
+    lines = value_text(version.body.get("value"), indent=2).splitlines()
     return [clipped(line, 1000) for line in lines[:LINES]] + (["…"] if len(lines) > LINES else [])
 
 

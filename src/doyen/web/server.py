@@ -25,7 +25,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,7 +34,7 @@ from doyen.model import Claim
 from doyen.web.actions import act
 from doyen.web.observation import StoreObservation
 from doyen.web.panels import config_detail
-from doyen.web.terms import clipped
+from doyen.web.terms import clipped, value_text
 
 __all__ = ["Access", "Guard", "error_response", "json_object", "make_app"]
 
@@ -128,9 +128,14 @@ class Guard:
         return None
 
 
-def error_response(status: int, text: str) -> JSONResponse:
+def error_response(status: int, text: str) -> Response:
     """A response that says why a request was not carried out."""
-    return JSONResponse({"error": text}, status_code=status)
+    return _json({"error": text}, status)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    # In ASCII: names of others may have surrogates, which UTF-8 cannot encode.
+    return Response(json.dumps(value), status, media_type="application/json")
 
 
 @cache
@@ -168,9 +173,7 @@ class _Server:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             if self._access.reading_needs_token and not self._access.has_token(request):
-                return error_response(
-                    401, "the token is missing or wrong: open the address as printed"
-                )
+                return error_response(401, NO_TOKEN)
             return await serve(request)
 
         return guarded
@@ -221,7 +224,7 @@ class _Server:
         hub = self._observation.hub
         if hub is not None:
             hub.shown_changed()
-        return JSONResponse({})
+        return _json({})
 
     async def _election(self, request: Request) -> Response:
         observation = self._observation
@@ -232,7 +235,7 @@ class _Server:
         lease = row.record.lease if row.record is not None else None
         hub = observation.hub
         samples = [] if hub is None or lease is None else [*hub.samples.get(lease, ())]
-        return JSONResponse(
+        return _json(
             {
                 "key": row.key,
                 "name": row.name,
@@ -257,7 +260,7 @@ class _Server:
             return error_response(503, str(error))
         except ConfigError as error:
             return error_response(400, str(error))
-        return error_response(404, "there is none") if found is None else JSONResponse(found)
+        return error_response(404, "there is none") if found is None else _json(found)
 
     async def _act(self, request: Request) -> Response:
         if not self._access.allow_actions:
@@ -276,14 +279,12 @@ class _Server:
             return error_response(409, str(error))
         except DoyenError as error:
             return error_response(503, str(error))
-        return JSONResponse({"done": done})
+        return _json({"done": done})
 
 
 def _meta(claim: Claim) -> dict[str, str]:
     return {
-        clipped(str(name), 100): clipped(
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), META
-        )
+        clipped(str(name), 100): clipped(value_text(value), META)
         for name, value in list(claim.meta.items())[:50]
     }
 

@@ -7,13 +7,14 @@ order to the leader, the end of its lease, or a lease that was still running.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from doyen.model import Claim, Entry, Kind, Order
 
-__all__ = ["ElectionRow", "EndCause", "LeaseSight", "SeenTerm", "clipped"]
+__all__ = ["ElectionRow", "EndCause", "LeaseSight", "SeenTerm", "clipped", "value_text"]
 
 TERMS = 60
 """How many terms of an election are kept."""
@@ -36,6 +37,20 @@ def clipped(text: str, limit: int = NAME) -> str:
     'abc…'
     """
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def value_text(value: object, indent: int | None = None) -> str:
+    """A value of others as text.
+
+    >>> value_text("a"), value_text({"a": 1})
+    ('a', '{"a": 1}')
+    """
+    if isinstance(value, str) and indent is None:
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=indent, sort_keys=indent is not None)
+    except RecursionError:
+        return "nested too deeply to be shown"
 
 
 @dataclass(slots=True)
