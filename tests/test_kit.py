@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
@@ -12,6 +14,7 @@ from doyen.stores.kit import url as options
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.failover import answer_within, failover
 from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle
+from doyen.stores.kit.streams import write_joined
 from doyen.stores.port import StoreURL
 
 
@@ -223,3 +226,21 @@ async def test_requests_in_flight_fail_when_batches_are_closed() -> None:
     await asyncio.sleep(0)
     await calls.batches.close()
     assert isinstance((await asyncio.gather(*asked, return_exceptions=True))[0], OutcomeUnknown)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_what_cannot_be_written_is_not_waited_for(lost: bool) -> None:
+    """Without `write_joined` the loop of Python 3.12 and 3.13 never rests after this."""
+    ours, theirs = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=ours)
+    descriptor = ours.fileno()
+    write_joined(writer)
+    if lost:
+        writer.transport.abort()
+        await asyncio.sleep(0)
+    writer.writelines([b"", b"a", b"b"] if lost else [b"", b""])
+    loop = asyncio.get_running_loop()
+    registered = loop._selector.get_map().get(descriptor)  # type: ignore[attr-defined]
+    assert registered is None or not registered.events & selectors.EVENT_WRITE
+    writer.close()
+    theirs.close()

@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
+from doyen.stores.kit.streams import write_joined
 
 T = TypeVar("T")
 
@@ -98,6 +99,7 @@ class NatsConnection(Client):
             await run_in_task(connecting, address.connect_timeout_s)
             if not connection.is_connected:
                 raise ConnectionAbortedError("the server closed the connection at once")
+            write_joined(connection._transport)
         except BaseException:
             await connection.close_within(CLOSE_S)
             raise

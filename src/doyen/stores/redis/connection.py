@@ -35,6 +35,7 @@ from doyen._waiting import retrieve, shared
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.stores.kit.failover import ConnectionLost, answer_within, failover
 from doyen.stores.kit.lifecycle import CLOSED
+from doyen.stores.kit.streams import write_joined
 from doyen.stores.kit.url import Host
 from doyen.stores.redis.scripts import KEYS, SCRIPTS
 
@@ -79,7 +80,9 @@ class _Socket(Connection):
     async def _connect(self) -> None:
         self._abort()
         await super()._connect()  # type: ignore[no-untyped-call]
-        self._opened = self._writer.transport if self._writer is not None else None
+        if self._writer is not None:
+            write_joined(self._writer)
+            self._opened = self._writer.transport
 
     def _abort(self) -> None:
         if self._opened is not None:
