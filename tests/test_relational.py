@@ -274,10 +274,14 @@ async def test_a_lost_response_to_a_commit_is_an_unknown_outcome(place: Place) -
     with servers.Proxy(place.server) as proxy:
         store = await place.open(through=proxy)
         lease = await store.grant(60)
-        broken = proxy.break_after(0, "down")
+        proxy.cut("down")
+        enqueue = asyncio.create_task(store.enqueue(LINE, b"t", lease))
+        async with place.stores() as (other,):
+            await until(lambda: other.list(LINE))
+        proxy.reset()
+        proxy.heal()
         with pytest.raises(OutcomeUnknown, match="during a transaction"):
-            await store.enqueue(LINE, b"t", lease)
-        assert broken.is_set()
+            await enqueue
         assert [ticket.value for ticket in await store.list(LINE)] == [b"t"]
         proxy.break_after(0, "down")
         with pytest.raises(StoreUnavailable):
