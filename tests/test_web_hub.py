@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from doyen import Session
+from doyen.errors import StoreUnavailable
 from doyen.events import Record
 from doyen.model import Entry, Order
 from doyen.stores.port import Store, Watch
@@ -238,6 +239,108 @@ async def test_a_store_that_does_not_answer_is_noticed_within_a_ttl(place: Place
         faults.heal()
         await until(lambda: hub.board.topics["health"]["reachable"], TTL_S)
         assert hub.board.topics["health"]["as_of"] > cut
+
+
+class Refusing(Counted):
+    """A store that answers, but does not manage to list everything below some keys."""
+
+    refused: set[str]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.refused = set()
+
+    async def list(self, prefix: str) -> list[Entry]:
+        if prefix in self.refused:
+            raise StoreUnavailable(f"too much below {prefix}")
+        return await super().list(prefix)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        if scope in self.refused:
+            raise StoreUnavailable(f"too many watches for {scope}")
+        return await super().watch(scope, notify)
+
+
+@virtual
+async def test_a_part_that_cannot_be_read_is_named_while_the_rest_is_live(place: Place) -> None:
+    stores: list[Refusing] = []
+
+    def wrap(store: Store) -> Any:
+        stores.append(Refusing(store))
+        return stores[-1]
+
+    session = await place.open()
+    async with observed(place, wrap=wrap) as hub, leading(session, "e", "a"):
+        await until(lambda: hub.watches == 1)
+        assert hub.board.topics["health"]["stale"] == []
+        failed_at = place.clock.wall()
+        stores[0].refused |= {"elections", "members"}
+        await until(lambda: len(hub.board.topics["health"]["stale"]) == 2, TTL_S)
+        health = hub.board.topics["health"]
+        assert health["reachable"]
+        for part, read_at, error in health["stale"]:
+            assert error == f"too much below {part}"
+            assert failed_at - 1.1 <= read_at <= failed_at
+        stores[0].refused.clear()
+        await until(lambda: hub.board.topics["health"]["stale"] == [], TTL_S)
+        stores[0].refused.add("elections/f")
+        async with leading(session, "f", "a"):
+            await until(lambda: hub.board.topics["health"]["stale"], 2 * TTL_S)
+            ((part, _, error),) = hub.board.topics["health"]["stale"]
+            assert (part, error) == ("changes", "too many watches for elections/f")
+            stores[0].refused.clear()
+            await until(lambda: hub.watches == 2)
+            await until(lambda: hub.board.topics["health"]["stale"] == [], TTL_S)
+
+
+@virtual
+async def test_a_wall_clock_that_is_set_back_does_not_hide_an_outage(place: Place) -> None:
+    faults = Faults()
+    async with observed(place, faults) as hub:
+        await asyncio.sleep(3)
+        place.clock.step_wall(-3600)
+        faults.cut()
+        await until(lambda: not hub.board.topics["health"]["reachable"], TTL_S)
+
+
+@virtual
+async def test_names_that_nobody_uses_any_more_are_forgotten(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that locks ever new names does not cost a watch and a row for each of them."""
+    monkeypatch.setattr("doyen.web.hub.IDLE", 5)
+    session = await place.open()
+    async with observed(place) as hub:
+        async with leading(session, "e", "a"):
+            await until(lambda: "elections/e" in hub.board.rows)
+        for number in range(8):
+            async with session.lock(f"l{number}", name="a"):
+                await until(lambda: f"locks/l{number}" in hub.board.rows)  # noqa: B023
+        async with session.semaphore("s", 2, name="b"):
+            await asyncio.sleep(3)
+            shown = [key for key in hub.board.rows if key.startswith("locks/")]
+            assert shown == [f"locks/l{number}" for number in range(4, 8)]
+            assert {"elections/e", "semaphores/s/0"} <= set(hub.board.rows)
+            assert hub.watches == len(hub.board.rows)
+        watches = hub.watches
+        await asyncio.sleep(10)
+        assert hub.watches == watches, "what is left of a semaphore is not watched anew each time"
+
+
+@virtual
+async def test_an_answer_about_an_election_that_was_forgotten_is_ignored(place: Place) -> None:
+    """Nothing would watch it any more: a leader that has gone would be shown for ever."""
+    session = await place.open()
+    async with observed(place) as hub:
+        async with leading(session, "e", "a"):
+            await until(lambda: hub.watches == 1)
+            answer = place.server.list("elections/e")
+        await until(lambda: hub.board.rows["elections/e"].idle)
+        (scope,) = hub._scopes.values()
+        hub._forget_scope(scope)
+        hub._take(scope, answer, hub._now())
+        await asyncio.sleep(3)
+        assert "elections/e" not in hub.board.rows
 
 
 @virtual

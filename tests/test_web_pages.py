@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ import servers
 import web_scene
 from browser import browser, opened, picture
 from doyen.cli import main
+from doyen.errors import StoreUnavailable
 from doyen.lease.clock import SystemClock
-from doyen.model import Claim, leader_key, line_key
+from doyen.manage.members import MemberValue
+from doyen.model import Claim, Entry, leader_key, line_key
 from doyen.stores import memory
 from doyen.stores.memory import MemoryServer
 from doyen.web.observation import StoreObservation
@@ -38,10 +40,10 @@ TTL_S = 60.0
 
 @contextmanager
 def dash(
-    url: str, *, allow_actions: bool = False, audit: Sequence[Path] = ()
+    url: str, *, port: int = 0, allow_actions: bool = False, audit: Sequence[Path] = ()
 ) -> Iterator[PageListener]:
     """The page of a store, served by a thread of this process."""
-    listener = listen("127.0.0.1:0", allow_actions=allow_actions)
+    listener = listen(f"127.0.0.1:{port}", allow_actions=allow_actions)
     thread = PageThread(lambda: StoreObservation(url, audit=audit), listener)
     thread.start()
     try:
@@ -194,15 +196,49 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
 
 
 def test_a_page_whose_server_has_gone(browser: Browser) -> None:
-    with crowd(["billing"]) as (url, _):
-        with dash(url) as listener:
-            quiet = ("Failed to load", "net::")
-            shown = opened(browser, listener.url, allowed_errors=quiet)
-            page = shown.__enter__()
+    quiet = ("Failed to load", "net::")
+    with ExitStack() as stack:
+        with crowd(["billing"]) as (url, server), dash(url) as listener:
+            member = MemberValue("m", "1", "s", "b", TTL_S, time.time(), "up", "", {})
+            server.create("members/workers/m", member.encode(), server.grant(TTL_S).id)
+            page = stack.enter_context(opened(browser, listener.url, allowed_errors=quiet))
             expect(page.locator("#health")).to_have_text("healthy")
+            expect(page.locator("#groups .mem")).to_have_count(1)
         expect(page.locator("#banner")).to_contain_text("This page has lost its server")
         expect(page.locator("#health")).to_have_text("page offline")
-        shown.__exit__(None, None, None)
+        expect(page.locator("#retry")).to_be_visible()
+        # The next server on that port shows another store: nothing of the first one stays.
+        with crowd(["reports"]) as (url, server), dash(url, port=listener.port):
+            page.locator("#retry").click()
+            expect(row(page, "reports")).to_be_visible()
+            expect(row(page, "billing")).to_have_count(0)
+            expect(page.locator("#groups")).to_be_hidden()
+            expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_list_that_cannot_be_read_although_the_store_answers(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crowd(["billing"]) as (url, server), dash(url) as listener:
+        whole = server.list
+
+        def refused(prefix: str) -> list[Entry]:
+            if prefix == "elections":
+                raise StoreUnavailable("<b>too much</b> to list")
+            return whole(prefix)
+
+        with opened(browser, listener.url) as page:
+            expect(row(page, "billing")).to_be_visible()
+            expect(page.locator("#partial")).to_be_hidden()
+            with monkeypatch.context() as patched:
+                patched.setattr(server, "list", refused)
+                expect(page.locator("#partial")).to_contain_text(
+                    re.compile(
+                        r"the list of elections and locks, last read at [\d:]+ \(<b>too much"
+                    )
+                )
+                expect(page.locator("#health")).to_have_text("healthy")
+            expect(page.locator("#partial")).to_be_hidden()
 
 
 def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
@@ -290,6 +326,21 @@ def test_groups_shards_and_configurations(tmp_path: Path, browser: Browser) -> N
         expect(page.locator("#tip")).to_contain_text("Nobody led for")
         picture(page, "page")
         page.mouse.move(5, 5)
+
+        # By the keyboard: a member, whose row stays although it renews, and a shard.
+        page.locator("#groups .mem").first.focus()
+        expect(page.locator("#tip")).to_contain_text("incarnation")
+        beats = page.locator("#groups .mem").first.locator(".beat")
+        seen = beats.inner_html()
+        page.wait_for_function(
+            "([node, seen]) => node.innerHTML !== seen", arg=[beats.element_handle(), seen]
+        )
+        expect(page.locator("#groups .mem").first).to_be_focused()
+        page.locator("#map").focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#tip")).to_contain_text("Shard 1")
+        expect(page.locator("#spoken")).to_contain_text("Shard 1")
 
         # Move a shard: choose it on the map, and confirm.
         page.locator("#map").click(position={"x": 5, "y": 5})

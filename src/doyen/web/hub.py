@@ -6,7 +6,8 @@
 - The store does not notify of renewals, so the leases of the elections that a page shows are
   looked at about once per second, each of them once, however many elections share it.
 - Every call tells whether the store answers. If it does not, the board says since when; what it
-  shows stays, as last known.
+  shows stays, as last known. A store may answer, and refuse or not manage to list a part of what
+  it has: then the board says of that part since when.
 
 A listing that began before an election was read on its own is older, and is ignored for it.
 """
@@ -20,12 +21,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from doyen.election.core import SessionCore
 from doyen.election.trail import decode_trail
-from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.errors import StoreError
 from doyen.events import LeaseEnded, Record
 from doyen.events.log_lines import log_line
 from doyen.model import Claim, Entry, Kind, Order, Version, leader_key, trail_key
@@ -52,10 +53,15 @@ PROBE_LEAST_S = 0.1
 """The shortest pause between two such looks, if what is shown changes."""
 SILENT_S = 1.5
 """After this time without an answer, and a call that failed, the store counts as unreachable."""
+FAILING_S = 3.0
+"""After this time without a complete reading of a part of the page, and only errors, the page says
+so."""
 READERS = 16
 """How many elections are read at a time, or get their watch."""
 FORGET_S = 24 * 3600.0
 """How long an election without leader and candidates stays on the page."""
+IDLE = 1000
+"""How many of those stay on the page. A program may use ever new names for its locks."""
 TRAIL_S = 10.0
 """How long after a change the trail of an election is read again: leaders write it in the
 background, and on a busy store that takes a while."""
@@ -80,6 +86,17 @@ class WatchedScope:
     again: bool = False
 
 
+@dataclass(slots=True)
+class PartHealth:
+    """Whether a part of the page can be read: the list of elections, a panel."""
+
+    read_at: float | None = None
+    """When it was last read completely, on the wall clock."""
+    failing_from: float | None = None
+    """Since when every attempt has failed, on the boot-time clock."""
+    error: str = ""
+
+
 class Hub:
     """Observes one store. Used on the loop of its session."""
 
@@ -93,6 +110,9 @@ class Hub:
         self._unwatched = asyncio.Event()
         self._probe_now = asyncio.Event()
         self._answered_at = board.wall()
+        self._answered = self._now()
+        """The same on the boot-time clock, which does not jump."""
+        self._parts: dict[str, PartHealth] = {}
         self._since: float | None = None
         self._error = ""
         self._times: deque[float] = deque(maxlen=200)
@@ -127,16 +147,35 @@ class Hub:
         began = self._now()
         try:
             result = await self.core.call(request)
-        except (StoreUnavailable, OutcomeUnknown) as error:
+        except StoreError as error:
             self._error = str(error)
             raise
         self._times.append(self._now() - began)
-        self._answered_at = self.board.wall()
+        self._answered_at, self._answered = self.board.wall(), self._now()
         if self._since is not None:
             self._since = None
             self._survey_now.set()
             self._tell_health()
         return result
+
+    def part_read(self, part: str) -> None:
+        """A part of the page was read completely."""
+        self._parts[part] = PartHealth(self.board.wall())
+
+    def part_failed(self, part: str, error: StoreError) -> None:
+        """A part of the page could not be read."""
+        its = self._parts.setdefault(part, PartHealth())
+        its.error = str(error)
+        if its.failing_from is None:
+            its.failing_from = self._now()
+
+    def _stale_parts(self) -> list[list[Any]]:
+        """The parts that cannot be read: name, when they were last read, and the error."""
+        return [
+            [part, its.read_at and round(its.read_at, 3), clipped(its.error)]
+            for part, its in self._parts.items()
+            if its.failing_from is not None and self._now() - its.failing_from >= FAILING_S
+        ]
 
     def _tell_health(self) -> None:
         times = sorted(self._times)
@@ -150,6 +189,7 @@ class Hub:
                 "p50_ms": round(statistics.median(times) * 1000, 2) if times else None,
                 "p99_ms": round(times[int(len(times) * 0.99)] * 1000, 2) if times else None,
                 "watches": self.watches,
+                "stale": self._stale_parts(),
             },
         )
 
@@ -162,7 +202,7 @@ class Hub:
                 await self._look_at_leases()
                 await self._read_trails()
             except StoreError:
-                if self._since is None and self.board.wall() - self._answered_at > SILENT_S:
+                if self._since is None and self._now() - self._answered > SILENT_S:
                     self._since = self._answered_at
             self._tell_health()
             await asyncio.sleep(PROBE_LEAST_S)
@@ -259,10 +299,12 @@ class Hub:
             pause_s = SURVEY_S
             try:
                 found = [await self._list(kind) for kind in LISTED]
+                self.part_read("elections")
                 self._forget()
                 if sum(found) > SHORT:
                     pause_s = max(SURVEY_S, SHARE * (self._now() - began))
             except StoreError as error:
+                self.part_failed("elections", error)
                 log.debug("%s", log_line(event="listing_failed", error=error))
             try:
                 async with asyncio.timeout(pause_s):
@@ -291,23 +333,32 @@ class Hub:
         return len(entries)
 
     def _forget(self) -> None:
-        """Forget elections that nobody has stood for in a long time, and leases of nobody."""
+        """Forget elections that nobody has stood for in a long time, all but the last of those that
+        nobody stands for, and leases of nobody."""
         now, board = self.board.wall(), self.board
-        for path, scope in list(self._scopes.items()):
+        idle: list[tuple[bool, float, WatchedScope]] = []
+        for scope in self._scopes.values():
             rows = [board.rows[key] for key in scope.rows if key in board.rows]
-            if all(row.idle and now - row.changed_at > FORGET_S for row in rows):
-                del self._scopes[path]
-                for key in scope.rows:
-                    self._trails.pop(key, None)
-                if scope.watch is not None:
-                    scope.watch.close()
-                for row in rows:
-                    del board.rows[row.key]
-                    board.row_changed(row.key)
+            if not scope.had and all(row.idle for row in rows):
+                changed_at = max((row.changed_at for row in rows), default=-inf)
+                idle.append((scope.kind == "elections", changed_at, scope))
+        idle.sort(key=lambda each: each[:2])  # locks before elections, the oldest first
+        for number, (_, changed_at, scope) in enumerate(idle):
+            if len(idle) - number > IDLE or now - changed_at > FORGET_S:
+                self._forget_scope(scope)
         kept = {row.record.lease for row in board.rows.values() if row.record is not None}
         for lease in board.leases.keys() - kept:
             if now - board.leases[lease].at > 60:
                 del board.leases[lease]
+
+    def _forget_scope(self, scope: WatchedScope) -> None:
+        del self._scopes[scope.path]
+        if scope.watch is not None:
+            scope.watch.close()
+        for key in scope.rows:
+            self._trails.pop(key, None)
+            if self.board.rows.pop(key, None) is not None:
+                self.board.row_changed(key)
 
     async def _watch_all(self) -> None:
         """Give every election its watch. A listing afterwards covers what changed before."""
@@ -315,20 +366,32 @@ class Hub:
             await self._unwatched.wait()
             self._unwatched.clear()
             waiting = deque(scope for scope in self._scopes.values() if scope.watch is None)
+            failed = False
 
             async def watch(waiting: deque[WatchedScope] = waiting) -> None:
+                nonlocal failed
                 while waiting:
                     scope = waiting.popleft()
                     notify = self._notifier(scope)
                     try:
                         scope.watch = await self.call(self.core.store.watch(scope.path, notify))
                     except StoreError as error:
+                        failed = True
+                        self.part_failed("changes", error)
                         log.debug("%s", log_line(event="watch_failed", key=scope.path, error=error))
                         self._unwatched.set()
                         await asyncio.sleep(self.core.calls.retry_pause())
+                    else:
+                        if not self._is_known(scope):  # forgotten meanwhile
+                            scope.watch.close()
 
             await asyncio.gather(*(watch() for _ in range(READERS)))
+            if not failed:
+                self.part_read("changes")
             self._survey_now.set()
+
+    def _is_known(self, scope: WatchedScope) -> bool:
+        return self._scopes.get(scope.path) is scope
 
     def _notifier(self, scope: WatchedScope) -> Callable[[], None]:
         def notify() -> None:
@@ -361,7 +424,7 @@ class Hub:
 
     def _take(self, scope: WatchedScope, entries: list[Entry], began: float) -> None:
         """Take in what a scope has, unless something newer is known."""
-        if began < scope.read_from:
+        if began < scope.read_from or not self._is_known(scope):
             return
         first = scope.read_from < 0
         scope.read_from = began

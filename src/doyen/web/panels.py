@@ -65,7 +65,9 @@ class PagePanel:
                         watching = self.hub.core.store.watch(self.prefix, self._changed.set)
                         self._watch = await self.hub.call(watching)
                     self.hub.board.set(self.topic, await self.read())
+                    self.hub.part_read(self.topic)
                 except StoreError as error:
+                    self.hub.part_failed(self.topic, error)
                     log.debug("%s", log_line(event="panel_failed", panel=self.topic, error=error))
                 cost_s = now() - began
                 try:

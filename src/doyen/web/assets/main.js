@@ -5,7 +5,7 @@ import { $, calm, clock, el, many, span, thousands } from './text.js';
 import { follow, health, isLive, known, now, onChange, state } from './state.js';
 import * as list from './list.js';
 import { detail, lease } from './detail.js';
-import { help, isOpen, resign, whyNot } from './dialog.js';
+import { help, isOpen } from './dialog.js';
 import { drawPanels, ticking } from './panels.js';
 
 // ---- header, banner, summary ---------------------------------------------------------------
@@ -16,7 +16,7 @@ function headline() {
   const word = !state.connected ? (state.lostAt == null ? 'connecting' : 'page offline') : h.reachable ? 'healthy' : 'unreachable';
   if ($('health').textContent !== word) $('health').textContent = word;
   $('health-dot').className = `dot ${live ? '' : state.lostAt == null && !state.connected ? 'unknown' : 'bad'}`;
-  $('asof').textContent = h.as_of == null ? '' : clock(live ? now() : at, 1);
+  $('asof').textContent = h.as_of == null ? '' : clock(live ? h.as_of : at, 1);   // of the last answer
   document.body.classList.toggle('stale', !live && state.lostAt != null || state.connected && !h.reachable);
   const banner = $('banner');
   if (live || (state.lostAt == null && !state.connected)) { banner.hidden = true; }
@@ -27,9 +27,19 @@ function headline() {
     $('banner-for').textContent = span(Math.max(0.001, now() - since));
     $('banner-why').textContent = (state.connected ? h.error : state.problem) || 'no answer';
     $('banner-known').textContent = h.as_of == null ? 'nothing yet' : clock(at, 1);
+    $('retry').hidden = state.connected;   // the server asks the store by itself
     if (banner.hidden) banner.hidden = false;
   }
+  partial(live ? h.stale ?? [] : []);
   document.title = `${live ? '' : '✕ '}doyen · ${(state.hello?.store ?? '').slice(0, 80)}`;
+}
+
+// The store answers, and a part of the page cannot be read.
+const PARTS = { elections: 'the list of elections and locks', changes: 'notifications of changes', members: 'groups', shards: 'shards', configs: 'configurations', nodes: 'the nodes of the quorum' };
+function partial(stale) {
+  const text = stale.map(([part, at, error]) => `Not up to date: ${PARTS[part] ?? part}, ${at == null ? 'never read' : `last read at ${clock(at)}`} (${error || 'no answer'}).`).join(' ');
+  $('partial').hidden = !text;
+  if ($('partial-text').textContent !== text) $('partial-text').textContent = text;
 }
 
 function summary() {
@@ -122,7 +132,6 @@ addEventListener('keydown', event => {
     return;
   }
   if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
-  const row = state.rows.get(list.view.selected), may = !whyNot() && row?.leader != null;
   const keys = {
     ArrowDown: () => list.step(1), j: () => list.step(1), ArrowUp: () => list.step(-1), k: () => list.step(-1),
     PageDown: () => list.step(list.pageOfRows()), PageUp: () => list.step(-list.pageOfRows()),
@@ -130,7 +139,7 @@ addEventListener('keydown', event => {
     ArrowLeft: () => list.stepTerm(-1), ArrowRight: () => list.stepTerm(1),
     '/': () => $('filter').focus(), '?': help, Escape: list.leaveTerms,
     '[': () => list.widen(-1), ']': () => list.widen(1),
-    t: () => $('act-transfer')?.click(), r: () => { if (may) resign(row); },
+    t: () => $('act-transfer')?.click(), r: () => $('act-resign')?.click(),
   };
   const act = keys[event.key] ?? (/^[1-5]$/.test(event.key) ? () => go(REGIONS[event.key - 1]) : null);
   if (act) { event.preventDefault(); act(); }

@@ -25,42 +25,70 @@ export function drawPanels() {
 export function ticking() { for (const f of heard) f(); }
 
 // ---- groups: the last heartbeats of each member ---------------------------------------------
+// Members renew all the time, so rows are kept: neither the focus nor a tip is lost.
 let heard = [];
+const memberRows = new Map(), groupBoxes = new Map();
 function drawGroups(members) {
-  const groups = new Map(), root = $('groups-body');
+  const groups = new Map();
   for (const m of members) { if (!groups.has(m.group)) groups.set(m.group, []); groups.get(m.group).push(m); }
-  heard = [];
-  root.replaceChildren(...[...groups].map(([group, its]) => {
-    const box = el('div', 'group'), head = el('div', 'gname'), alive = its.filter(m => m.gone == null);
-    head.append(name(group), el('span', '', `${alive.length} ${alive.length === its.length ? '' : `of ${its.length} `}here`));
-    box.append(head, ...its.map(drawMember));
+  const rows = new Set();
+  put($('groups-body'), [...groups].map(([group, its]) => {
+    const box = kept(groupBoxes, group, () => makeGroup(group)), alive = its.filter(m => m.gone == null).length;
+    box.count.textContent = `${alive} ${alive === its.length ? '' : `of ${its.length} `}here`;
+    put(box, [box.head, ...its.map(m => { const row = kept(memberRows, `${m.group}\n${m.name}`, makeMember); rows.add(row); row.show(m); return row; })]);
     return box;
   }));
+  for (const [key, row] of memberRows) if (!rows.has(row)) memberRows.delete(key);
+  for (const key of groupBoxes.keys()) if (!groups.has(key)) groupBoxes.delete(key);
+  heard = [...rows].map(row => row.update);
   $('groups-sub').textContent = `${many(groups.size, 'group')}, ${many(members.filter(m => m.gone == null).length, 'member')}`;
-  ticking();
 }
-function drawMember(m) {
-  const row = el('div', 'mem'), dot = el('span', 'dot'), beat = el('span', 'beat'), ago = el('span', 'ago');
+function kept(map, key, make) {
+  if (!map.has(key)) map.set(key, make());
+  return map.get(key);
+}
+// Give a node these children, if they are not the ones that it has.
+function put(node, children) {
+  if (node.childNodes.length !== children.length || children.some((child, k) => node.childNodes[k] !== child)) node.replaceChildren(...children);
+}
+function makeGroup(group) {
+  const box = el('div', 'group');
+  box.head = el('div', 'gname');
+  box.count = el('span');
+  box.head.append(name(group), box.count);
+  return box;
+}
+function makeMember() {
+  const row = el('div', 'mem'), dot = el('span', 'dot'), who = name(''), beat = el('span', 'beat'), ago = el('span', 'ago');
+  let m, what = '', beats = null;
   row.tabIndex = 0;
-  for (const b of m.beats.padStart(12, ' ')) beat.append(el('i', b === 'l' ? 'late' : b === ' ' ? 'none' : ''));
-  row.append(dot, name(m.name), beat, ago);
-  const update = () => {
+  row.append(dot, who, beat, ago);
+  row.show = member => {
+    m = member;
+    if (who.textContent !== m.name) who.textContent = m.name;
+    if (beats !== m.beats) { beats = m.beats; beat.replaceChildren(...[...beats.padStart(12, ' ')].map(b => el('i', b === 'l' ? 'late' : b === ' ' ? 'none' : ''))); }
+    row.update();
+  };
+  row.update = () => {
     const silent = m.heard == null ? null : Math.max(0, (m.gone ?? known()) - m.heard), late = silent != null && silent > m.ttl * 2 / 3;
     const kind = m.gone != null ? 'bad' : !isLive() && late ? 'unknown' : late || m.state !== 'up' ? 'warn' : '';
-    dot.className = `dot ${kind}`;
+    if (dot.className !== `dot ${kind}`) dot.className = `dot ${kind}`;
     ago.textContent = m.gone != null ? 'gone' : silent == null ? '' : span(silent);
-    const what = m.gone != null ? `gone since ${clock(m.gone)}` : m.state !== 'up' ? `${m.state}${m.reason ? `: ${m.reason}` : ''}` : late ? `suspected: not heard for ${span(silent)} of its ttl of ${m.ttl} s` : 'up';
-    row.title = `${m.name}: ${what}\nincarnation ${m.incarnation}, ${m.by}\n${m.meta}`;
-    row.setAttribute('aria-label', `${m.name}, ${what}`);
+    what = m.gone != null ? `gone since ${clock(m.gone)}` : m.state !== 'up' ? `${m.state}${m.reason ? `: ${m.reason}` : ''}` : late ? `suspected: not heard for ${span(silent)} of its ttl of ${m.ttl} s` : 'up';
+    const label = `${m.name}, ${what}`;
+    if (row.getAttribute('aria-label') !== label) row.setAttribute('aria-label', label);
   };
-  heard.push(update);
-  update();
+  const tell = (x, y) => tip.show([{ cls: 'head', text: m.name }, { cls: 'muted', text: what }, { cls: 'cause', text: `incarnation ${m.incarnation}, ${m.by}` }, { cls: 'mono', text: m.meta }], x, y);
+  row.onpointerenter = event => tell(event.clientX, row.getBoundingClientRect().bottom - 12);
+  row.onpointerleave = event => { if (event.pointerType !== 'touch') tip.hide(); };
+  row.onfocus = () => { const box = row.getBoundingClientRect(); tell((box.left + box.right) / 2, box.bottom - 12); };
+  row.onblur = () => tip.hide();
   return row;
 }
 
 // ---- shards: one cell each, coloured by owner ------------------------------------------------
 const OWNERS = 10;
-let chosen = 0, sets = [], cells = null, lit = -1;
+let chosen = 0, sets = [], cells = null, lit = -1, keyed = -1;   // keyed: the shard that the keyboard is on
 function drawShards(value) {
   sets = value;
   chosen = Math.min(chosen, sets.length - 1);
@@ -86,7 +114,7 @@ function drawSet() {
     item.append(b);
     const drained = set.drained.includes(who);
     if (drained) item.append(el('span', 'tag', 'drained'));
-    if (who in set.grace) item.append(el('span', 'tag', 'gone, kept for its return'));
+    if (Object.hasOwn(set.grace, who)) item.append(el('span', 'tag', 'gone, kept for its return'));
     if (state.hello?.may_act && set.members[o]) {
       const act = el('button', 'small', drained ? 'Undo drain…' : 'Drain…');
       act.disabled = !!off;
@@ -140,7 +168,12 @@ function drawMap() {
     }
   }
   g.globalAlpha = 1;
-  canvas.setAttribute('aria-label', `Shards of ${set.name} by owner`);
+  if (keyed >= 0 && keyed < set.count) {
+    g.strokeStyle = colour('--text');
+    g.lineWidth = 2;
+    g.strokeRect((keyed % across) * cell + .5, Math.floor(keyed / across) * cell + .5, cell - gap - 1, cell - gap - 1);
+  }
+  canvas.setAttribute('aria-label', `Shards of ${set.name} by owner; arrow keys step through them`);
 }
 function cellAt(event) {
   if (!cells) return -1;
@@ -158,6 +191,19 @@ function tellShard(n) {
 $('map').addEventListener('pointermove', event => { const n = cellAt(event); if (n < 0) tip.hide(); else tip.show(tellShard(n), event.clientX, event.clientY); });
 $('map').addEventListener('pointerleave', () => tip.hide());
 $('map').addEventListener('click', event => { const n = cellAt(event); if (n >= 0 && state.hello?.may_act && !whyNot()) moveShard(n); });
+$('map').addEventListener('keydown', event => {
+  const set = sets[chosen], step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -cells?.across, ArrowDown: cells?.across, Home: -Infinity, End: Infinity }[event.key];
+  if (event.key === 'Enter' && keyed >= 0 && state.hello?.may_act && !whyNot()) moveShard(keyed);
+  if (!set || !step || event.metaKey || event.ctrlKey || event.altKey) return;
+  event.preventDefault();
+  event.stopPropagation();   // the list has these keys elsewhere
+  keyed = keyed < 0 ? 0 : Math.max(0, Math.min(set.count - 1, keyed + step));
+  drawMap();
+  const box = $('map').getBoundingClientRect();
+  tip.show(tellShard(keyed), box.left + (keyed % cells.across + .5) * cells.cell, box.top + Math.floor(keyed / cells.across + 1) * cells.cell);
+  $('spoken').textContent = $('tip').textContent;
+});
+$('map').addEventListener('blur', () => { if (keyed >= 0) { keyed = -1; tip.hide(); drawMap(); } });
 $('shard-sets').onchange = event => { chosen = +event.target.value; drawSet(); };
 $('move-shard').onclick = () => moveShard(0);
 new ResizeObserver(() => { if (sets.length) drawMap(); }).observe($('owners'));

@@ -60,8 +60,8 @@ function take(kind, data) {
   if (kind === 'hello') { state.hello = message; fresh = new Set(); changed(); return; }
   const { now: at, page, rows_in_all: all, rows, gone, ...topics } = message;
   offset = at - performance.now() / 1000;
-  if (page) { state.page = page; state.rowsDue = all; }
-  Object.assign(state.topics, topics);
+  // The first message of a connection has all topics: what another server told is out of date.
+  if (page) { state.page = page; state.rowsDue = all; state.topics = topics; } else Object.assign(state.topics, topics);
   for (const row of rows ?? []) {
     if (!state.rows.has(row.key)) state.listChanged = true;
     state.rows.set(row.key, row);
@@ -99,7 +99,7 @@ async function stream() {
         if (data) take(kind, data);
       }
     }
-  } finally { clearTimeout(timer); }
+  } finally { clearTimeout(timer); abort.abort(); }   // a connection that is not read stays open otherwise
 }
 
 export async function follow() {
