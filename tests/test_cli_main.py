@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,6 +103,21 @@ def test_the_traceback_is_there_for_the_asking(
 def test_an_interrupt_is_130(play: Play) -> None:
     play(raiser(KeyboardInterrupt()))
     assert cli.main(["leader"]) == 130
+
+
+def test_an_interrupt_during_the_imports_shows_no_traceback() -> None:
+    program = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "doyen.errors":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in background
+runpy.run_module("doyen", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", program, "leader"], capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_an_unexpected_exception_is_not_hidden(play: Play) -> None:
