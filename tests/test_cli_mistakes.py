@@ -25,6 +25,7 @@ from doyen.stores.kit.durations import parse_duration
         (["cluster", "status", "--jsn"], "did you mean --json?"),
         (["completion", "bsh"], "did you mean bash?"),
         (["run", "e", "--tt", "5", "--", "true"], "did you mean --ttl?"),
+        (["run", "--tt", "5", "e", "true"], "did you mean --ttl?"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
@@ -57,6 +58,10 @@ def test_nothing_similar_no_suggestion(capsys: Capture) -> None:
         (
             ["billing", "--ttl", "5", "python", "worker 1.py"],
             "-- is missing before the command: doyen run billing -- python 'worker 1.py'",
+        ),
+        (
+            ["billing", "python", "-u", "worker.py", "--port", "80", "--verbose"],
+            "doyen run billing -- python -u worker.py --port 80 --verbose",
         ),
         (["billing"], "the command is missing: doyen run billing -- CMD"),
         (["--ttl=5"], "the election and the command are missing: doyen run ELECTION -- CMD"),

@@ -260,7 +260,12 @@ def test_variables_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_database_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Django's own file, for example, is no place for elections."""
     monkeypatch.setenv("DATABASE_URL", "sqlite:///db.sqlite3")
-    assert choose_store(None).defaulted
+    choice = choose_store(None)
+    assert choice.defaulted
+    assert "(DATABASE_URL is for neither PostgreSQL nor MySQL)" in str(choice)
+    monkeypatch.setenv("DOYEN_REQUIRE_STORE", "1")
+    with pytest.raises(ConfigError, match="DATABASE_URL is for neither"):
+        choose_store(None)
 
 
 @pytest.mark.parametrize(

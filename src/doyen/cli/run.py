@@ -129,38 +129,39 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
     divided = "--" in arguments
     before = [*takewhile(lambda each: each != "--", arguments)]
     command = [*arguments[len(before) + 1 :]]
-    options = {each.partition("=")[0] for each in before if each.startswith("-")}
+    words = _words(parser, before)
+    begins = words[1] if len(words) > 1 else len(before)
+    options = {each.partition("=")[0] for each in before[:begins] if each.startswith("-")}
     if {"-h", "--help"} & options or options - {*parser._option_string_actions}:
         return  # the parser explains unknown options
-    words = _words(parser, before)
+    name = before[words[0]] if words else "ELECTION"
     if not divided and len(words) > 1:
-        name, *command = words
-        problem = "-- is missing before the command"
+        command, problem = before[begins:], "-- is missing before the command"
     elif not divided:
-        name, command = words[0] if words else "ELECTION", ["CMD"]
+        command = ["CMD"]
         problem = "the command is missing" if words else "the election and the command are missing"
     elif not words:
-        name, problem = "ELECTION", "the name of the election is missing before --"
+        problem = "the name of the election is missing before --"
     elif len(words) > 1:
-        name = words[0]
-        problem = f"only the name of the election comes before --, not also {words[1]!r}"
+        problem = f"only the name of the election comes before --, not also {before[begins]!r}"
     elif not command:
-        name, command, problem = words[0], ["CMD"], "the command is missing after --"
+        command, problem = ["CMD"], "the command is missing after --"
     else:
         return
     raise ConfigError(f"{problem}: doyen run {shlex.join([name])} -- {shlex.join(command)}")
 
 
-def _words(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The arguments that are neither options nor their values."""
-    words, remaining = [], iter(arguments)
-    for each in remaining:
-        if not each.startswith("-"):
-            words.append(each)
-        elif "=" not in each:
+def _words(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[int]:
+    """Where the arguments stand that are neither options nor their values."""
+    words, is_value = [], False
+    for position, each in enumerate(arguments):
+        if is_value:
+            is_value = False
+        elif not each.startswith("-"):
+            words.append(position)
+        else:
             option = parser._option_string_actions.get(each)
-            if option is not None and option.nargs != 0:
-                next(remaining, None)
+            is_value = option is not None and option.nargs != 0
     return words
 
 

@@ -35,6 +35,8 @@ class StoreChoice:
     url: str
     origin: str = ""
     """Who named it, such as `DOYEN_STORE`; empty for the default."""
+    passed_over: str = ""
+    """Of the default: which variable is set and names no store, and why."""
 
     @property
     def defaulted(self) -> bool:
@@ -45,7 +47,8 @@ class StoreChoice:
         if self.defaulted:
             return (
                 f"store {without_password(self.url)}, on this machine only, because no store was"
-                " named: other machines and other users do not share it; set DOYEN_STORE"
+                f" named{self.passed_over}: other machines and other users do not share it; set"
+                " DOYEN_STORE"
             )
         return f"store {without_password(self.url)} (from {self.origin})"
 
@@ -96,12 +99,17 @@ def _from_environment(create: bool) -> StoreChoice:
         )
     for name, url in found.items():
         return StoreChoice(url, name)
+    passed_over = ""
+    if os.environ.get("DATABASE_URL", "").strip():
+        passed_over = " (DATABASE_URL is for neither PostgreSQL nor MySQL)"
     if required():
         raise ConfigError(
-            "no store was named, and DOYEN_REQUIRE_STORE forbids the default, a file on this"
-            " machine only: set DOYEN_STORE to the URL of the store that all candidates share"
+            f"no store was named{passed_over}, and DOYEN_REQUIRE_STORE forbids the default, a file"
+            " on this machine only: set DOYEN_STORE to the URL of the store that all candidates"
+            " share"
         )
-    return StoreChoice(f"sqlite://{quote(str(_default_path(create)))}")
+    url = f"sqlite://{quote(str(_default_path(create)))}"
+    return StoreChoice(url, passed_over=passed_over)
 
 
 def required() -> bool:
