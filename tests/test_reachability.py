@@ -18,6 +18,7 @@ from doyen import (
     Reachable,
     Session,
     SessionClosed,
+    StoreUnavailable,
     Unreachable,
 )
 from doyen.lease.keeper import Reachability
@@ -101,6 +102,40 @@ async def test_silence_is_told_within_a_ttl(place: Place, name: str) -> None:
         assert isinstance(seen.last, Reachable) if tells_changes else seen.last == known
         await asyncio.sleep(100.0)
         assert len(seen.items) == count + 2
+    await seen.stop()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@virtual
+async def test_an_observer_whose_own_calls_fail_is_told(place: Place, name: str) -> None:
+    """As on a full disk: reads are answered, and no watch can be registered."""
+    session, looking = await place.open(), await place.open()
+    observe, kind = STREAMS[name]
+    await session.config("c").set(1)
+    async with session.campaign("e", name="a"), session.member("g", name="m"):
+        store, asked_at = core_of(looking).store, now()
+        watch, full = store.watch, True
+
+        async def watch_if_space(scope: str, notify: Callable[[], None]) -> Any:
+            if full:
+                raise StoreUnavailable("no space left")
+            return await watch(scope, notify)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "watch", watch_if_space)
+            seen = Seen(observe(looking))
+            await until(lambda: seen.items)
+            assert isinstance(seen.last, Unreachable)
+            assert 2 * TTL_S <= seen.times[-1] - asked_at <= 2.5 * TTL_S
+            assert seen.last.error == "no space left"
+            await asyncio.sleep(100.0)
+            assert len(seen.items) == 1, "it is told once"
+            full = False
+            await until(lambda: isinstance(seen.last, kind))
+            if kind in (MemberChange, ConfigDocument):
+                assert isinstance(seen.items[1], Reachable)
+            await asyncio.sleep(100.0)
+            assert sum(isinstance(each, Unreachable) for each in seen.items) == 1
     await seen.stop()
 
 

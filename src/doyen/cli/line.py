@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from contextlib import aclosing
 from typing import Any
 
 from doyen.cli._output import (
@@ -21,8 +20,8 @@ from doyen.cli._output import (
 )
 from doyen.cli._screen import View, print_view, show_stream
 from doyen.cli.leader import as_dict, leader_text
-from doyen.errors import StoreUnavailable
-from doyen.model import Kind, Line, Unreachable
+from doyen.election.queries import read_line
+from doyen.model import Kind, Line
 from doyen.session import connect
 
 MANUAL = """\
@@ -65,14 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _once(url: str, election: str, kind: Kind) -> Line:
-    async with (
-        connect(url, create=False) as session,
-        aclosing(session.observe_line(election, kind=kind)) as lines,
-    ):
-        line = await anext(lines)
-    if isinstance(line, Unreachable):
-        raise StoreUnavailable(line.error)
-    return line
+    async with connect(url, create=False) as session:
+        # Without a watch, which some stores have to write, and a full one cannot.
+        return await session._run(read_line, election, kind)
 
 
 async def _watch(url: str, election: str, kind: Kind, as_json: bool) -> None:

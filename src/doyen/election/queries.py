@@ -130,11 +130,11 @@ async def observe(
 ) -> None:
     """Deliver what `read` returns, and again whenever it differs after a change in `scopes`.
 
-    When the store has not answered for a ttl, `Unreachable` is delivered, and what is read then
-    once it answers again. After a change it waits until nothing has changed for `settle_s` before
-    it reads, so that many changes at the same time cost one read. It waits `LONGEST_SETTLE` times
-    as long at most. `due` returns the seconds after which to read again although nothing has
-    changed.
+    When the store has not answered for a ttl, or has failed this observer for two, `Unreachable` is
+    delivered, and what is read then once it answers again. After a change it waits until nothing
+    has changed for `settle_s` before it reads, so that many changes at the same time cost one read.
+    It waits `LONGEST_SETTLE` times as long at most. `due` returns the seconds after which to read
+    again although nothing has changed.
     """
     observation = _Observation(scopes[0], deliver)
     changed = observation.changed
@@ -150,8 +150,10 @@ async def observe(
                 current = await read()
             except (OutcomeUnknown, StoreUnavailable) as error:
                 log.debug("%s", log_line(event="observing_failed", key=scopes[0], error=error))
+                calls.reachability.failed(observation, error)
                 await asyncio.sleep(calls.retry_pause())
                 continue
+            calls.reachability.succeeded(observation)
             observation.read(current)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due(current)):

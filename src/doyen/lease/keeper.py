@@ -144,6 +144,15 @@ class Observer(Protocol):
         ...
 
 
+class _Failures:
+    """For how long the calls of one observer have failed without an answer between them."""
+
+    def __init__(self, now: float) -> None:
+        self.since = self.last_at = now
+        self.total_s = 0.0
+        self.told = False
+
+
 class Reachability:
     """Whether the store answers, checked for as long as somebody observes.
 
@@ -151,6 +160,10 @@ class Reachability:
     observers, and no other call was answered for a third of the ttl, one key of one of them is
     read, of each in turn. If no call that was sent within the last ttl is answered, every observer
     is told that the store is unreachable, and is told when it answers again.
+
+    A store may answer these reads and still fail the calls of one observer: with a full disk it
+    registers no watch. That observer is told so after two ttls of failures, since a store that
+    loses many calls may lose some in a row.
 
     A process that was stopped, or whose machine was suspended, could not hear any answer meanwhile:
     that time does not count.
@@ -165,6 +178,7 @@ class Reachability:
         self._answered_at: float | None = None
         self._began_at = 0.0
         self._error = ""
+        self._failing: dict[Observer, _Failures] = {}
         self.lost = False
         """Observers have been told that the store is unreachable."""
 
@@ -184,7 +198,30 @@ class Reachability:
         if self.lost and self._clock.now() - self._answered_at < self._calls.timing.ttl_s:
             self.lost = False
             for observer in list(self._observers):
-                observer.reachable()
+                if not self._told_alone(observer):
+                    observer.reachable()
+
+    def failed(self, observer: Observer, error: StoreError) -> None:
+        """A call of this observer failed, whether or not others are answered."""
+        if observer not in self._observers:
+            return
+        now, ttl_s = self._clock.now(), self._calls.timing.ttl_s
+        failures = self._failing.setdefault(observer, _Failures(now))
+        # The time of a suspended machine counts little.
+        failures.total_s += min(now - failures.last_at, ttl_s / 2)
+        failures.last_at = now
+        if failures.total_s >= 2 * ttl_s and not failures.told and not self.lost:
+            failures.told = True
+            observer.unreachable(self._clock.wall() - (now - failures.since), str(error))
+
+    def succeeded(self, observer: Observer) -> None:
+        """The calls of this observer are answered."""
+        failures = self._failing.pop(observer, None)
+        if failures is not None and failures.told:
+            observer.reachable()
+
+    def _told_alone(self, observer: Observer) -> bool:
+        return observer in self._failing and self._failing[observer].told
 
     def join(self, observer: Observer) -> None:
         """Tell this observer from now on."""
@@ -197,6 +234,7 @@ class Reachability:
 
     def leave(self, observer: Observer) -> None:
         self._observers.pop(observer, None)
+        self._failing.pop(observer, None)
         if not self._observers and self._checking is not None:
             self._checking.cancel()
             self._checking = None
@@ -221,7 +259,8 @@ class Reachability:
             if left_s <= 0 and failed_after == last and not self.lost:
                 self.lost = True
                 for observer in list(self._observers):
-                    self._tell(observer)
+                    if not self._told_alone(observer):
+                        self._tell(observer)
             awake_until = self._clock.now() + (left_s if left_s > 0 else timing.ttl_s)
             try:
                 async with asyncio.timeout(left_s if left_s > 0 else None):

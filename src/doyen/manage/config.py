@@ -428,8 +428,10 @@ class ConfigReader(Generic[T]):
             except (OutcomeUnknown, StoreUnavailable) as error:
                 line = log_line(event="observing_failed", config=self._store.name, error=error)
                 log.debug("%s", line)
+                self._calls.reachability.failed(self, error)
                 await asyncio.sleep(self._calls.retry_pause())
                 continue
+            self._calls.reachability.succeeded(self)
             if self._doubtful(changes):
                 await asyncio.sleep(self._calls.retry_pause())
             elif changes:
