@@ -21,6 +21,7 @@ from servers.process import HOST
 from servers.quorum import QuorumNode
 
 POLL_S = 0.01
+OPTIONS = [("grpc.max_receive_message_length", -1)]
 
 
 class EtcdClient:
@@ -28,9 +29,9 @@ class EtcdClient:
 
     def __init__(self, address: str, credentials: Any = None) -> None:
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address)
+            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
 
     async def __aenter__(self) -> EtcdClient:
         return self

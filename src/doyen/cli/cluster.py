@@ -1,4 +1,5 @@
-"""`doyen cluster …`: show the state of a quorum, change its members, back it up and restore it."""
+"""`doyen cluster …`: show the state of a quorum, change its members, back it up and restore it, and
+copy keys from etcd or to it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from doyen.cli._output import (
     Exit,
@@ -19,11 +22,13 @@ from doyen.cli._output import (
     add_option,
     console,
     print_json,
+    print_note,
     printable,
     store_url,
 )
 from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
 from doyen.stores.choice import without_password
+from doyen.stores.kit.url import TLS_OPTIONS, requires
 from doyen.stores.port import StoreURL
 
 if TYPE_CHECKING:
@@ -56,6 +61,13 @@ with the same file on every node of a new cluster with another cluster name, the
 The tokens of the restored cluster begin 10^9 above those of the backup; use --token-floor if the
 old cluster may have issued more tokens since the backup.
 
+import copies all keys of an etcd cluster to the quorum, for clients of etcd (doyen serve --etcd),
+and export copies them to an etcd cluster. Leases keep their ids and what is left of them; revisions
+and versions begin anew. If a copy is interrupted, run the command again: it writes what is missing.
+At the end both sides are compared by a count and a checksum. Programs may write meanwhile, but what
+they change is not copied: stop them, and run the command again with --replace, before you switch.
+--store names nodes of the quorum, or where they serve etcd's API (etcd://h1:2379,…).
+
 exit codes:
   0    done; status: every node answers, and every member knows the leader
   1    the change was not made; status: a node does not answer, or a member
@@ -69,6 +81,8 @@ examples:
   doyen cluster backup /backups/today
   doyen cluster backup /backups/what-is-left --data-dir /var/lib/doyen
   doyen cluster restore /backups/today --config node.toml --cluster prod-2
+  doyen cluster import etcd://e1:2379,e2:2379,e3:2379
+  doyen cluster export etcd://e1:2379,e2:2379,e3:2379 --prefix /service/
 """
 
 RETRY_S = 0.1
@@ -77,6 +91,8 @@ SILENCE_S = 30.0
 """How long a backup waits for the next piece."""
 TOKENS = 10**9
 """The distance of a restored cluster's tokens from those of the backup."""
+PROGRESS_S = 0.1
+"""How often the progress of a copy is shown."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         added = add_action(name, summary)
         if name != "restore":
             add_option(added, "--store URL", "such as doyen://h1:7400,… (default: $DOYEN_STORE)")
-        if name not in ("status", "backup", "restore"):
+        if name not in ("status", "backup", "restore", "import", "export"):
             add_option(added, "--wait TIME", "the time limit", "10")
         return added
 
@@ -117,6 +133,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         add_option(restore, option, f"{meaning} (default: as configured)")
     add_option(restore, "--token-floor N", "issue only tokens above N (default: none)", type=int)
+    for name, summary in (
+        ("import", "copy the keys of an etcd cluster to the quorum"),
+        ("export", "copy the keys that clients of etcd have on the quorum to an etcd cluster"),
+    ):
+        copies = action(name, summary)
+        copies.add_argument("etcd", metavar="URL", help="the cluster, such as etcd://h1:2379,…")
+        add_option(copies, "--prefix KEY", "copy only keys that begin with this (default: all)")
+        add_option(copies, "--replace", "overwrite and delete what the other side has besides")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -385,4 +409,87 @@ def _restore(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {"status": _status, "backup": _backup}
+async def _copy(args: argparse.Namespace) -> int:
+    """Copy the keys of clients of etcd, to the quorum or from it."""
+    with requires("etcd-api", "grpcio", "etcd"):
+        from doyen.quorum.etcd_api.copying import KeyspaceSide, copy
+
+    outer = StoreURL.parse(args.etcd)
+    if outer.parts.scheme != "etcd":
+        raise ConfigError(
+            f"{without_password(args.etcd)} is not the URL of an etcd cluster, such as"
+            " etcd://h1:2379,h2:2379"
+        )
+    prefix = os.fsencode(args.prefix or "")
+    inner = await _door(args)
+    sides = [KeyspaceSide(outer, prefix), KeyspaceSide(inner, prefix)]
+    source, target = sides if args.action == "import" else sides[::-1]
+    try:
+        done = await copy(source, target, replace=args.replace, progress=_progress())
+    finally:
+        for side in sides:
+            await side.close()
+    if args.json:
+        print_json({each: getattr(done, each) for each in done.__slots__})
+        return Exit.DONE
+    ended = f" ({done.ended:,} are gone because their leases have ended)" if done.ended else ""
+    console().print(
+        f"{target.name} has all {done.keys:,} keys{ended} and {done.leases:,} leases of"
+        f" {source.name} at revision {done.revision}: {done.written:,} written,"
+        f" {done.deleted:,} deleted, checksum {done.checksum[:16]} on both sides"
+    )
+    if done.changed:
+        print_note(
+            "the source has been changed meanwhile: stop the programs that write to it, and run"
+            " the command again with --replace"
+        )
+    return Exit.DONE
+
+
+async def _door(args: argparse.Namespace) -> StoreURL:
+    """Where the nodes of the quorum serve etcd's API."""
+    url = StoreURL.parse(store_url(args))
+    if url.parts.scheme == "etcd":
+        return url
+    async with _quorum(args) as store:
+        entries = await store.list("nodes")
+    found = [each.value.decode() for each in entries if each.key.endswith("/etcd")]
+    hosts = sorted(each.partition("://")[2] for each in found)
+    if not hosts:
+        raise ConfigError(
+            "no node of this quorum serves etcd's API: start its nodes with --etcd HOST:PORT"
+        )
+    kept = {name: url.options[name] for name in TLS_OPTIONS if name in url.options}
+    if any(each.startswith("https:") for each in found):
+        kept.setdefault("tls", "true")
+    return StoreURL.parse(f"etcd://{','.join(hosts)}?{urlencode(kept)}")
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    """Shows how far a copy is: on one line of a terminal, or as a line now and then."""
+    terminal = sys.stderr.isatty()
+    every = PROGRESS_S if terminal else PROGRESS_S * 20
+    last = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < every and not (terminal and done == total):
+            return
+        last = now
+        line = f"{what}: {done:,} of {max(done, total):,}"
+        if terminal:
+            end = "\n" if done >= total else ""
+            print(f"\r\x1b[K{line}", end=end, file=sys.stderr, flush=True)
+        else:
+            print_note(line)
+
+    return show
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "status": _status,
+    "backup": _backup,
+    "import": _copy,
+    "export": _copy,
+}

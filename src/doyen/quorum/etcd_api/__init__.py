@@ -5,6 +5,7 @@
     gateway       the same as JSON over HTTP/1.1
     door          the port, where both arrive
     rpc           etcd's messages
+    copying       copies a keyspace to another server of the API, as a client of both
 
 The etcd keyspace itself is a part of the replicated state on every node, whether or not the node
 serves this API: see `doyen.quorum.keyspace.etcd_state`.
