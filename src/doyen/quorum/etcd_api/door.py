@@ -90,6 +90,7 @@ class EtcdDoor:
         api = EtcdApi(
             node.driver,
             node.keyspace,
+            node.members,
             election_s=options.election_s,
             url=url or _url(options, host, port),
         )

@@ -69,6 +69,7 @@ from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.keyspace.versions import ETCD
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.lease_keeper import LEFT, Renewals, decode_left
+from doyen.quorum.node.membership import Members
 from doyen.quorum.node.replicated import KEYSPACE
 from doyen.quorum.protocol.requests import ErrorCode, RenewLease, Response
 
@@ -93,6 +94,7 @@ class EtcdApi:
         self,
         driver: Driver,
         keyspace: Keyspace,
+        members: Members,
         *,
         election_s: float = 1.0,
         url: str = "",
@@ -101,6 +103,7 @@ class EtcdApi:
         """`url` is where clients reach this API on this node."""
         self._driver = driver
         self._keyspace = keyspace
+        self._members = members
         self._election_s = election_s
         self._url = url
         self._progress_s = progress_s
@@ -172,14 +175,14 @@ class EtcdApi:
         driver = self._driver
         self._seen = max(self._seen, revision, self._keyspace.etcd.revision)
         return rpc.ResponseHeader(
-            cluster_id=_id(driver.membership.cluster),
+            cluster_id=_id(self._members.cluster_id),
             member_id=self._member_id(driver.id),
             revision=revision or self._seen,
             raft_term=driver.generation,
         )
 
     def _member_id(self, node: str) -> int:
-        return _id(self._driver.membership.members.get(node) or node)
+        return _id(self._members.ids.get(node) or node)
 
     async def propose(self, command: KeyspaceCommand) -> EtcdDone:
         """Have a command carried out. Raises `EtcdError`."""

@@ -270,9 +270,16 @@ class NodeServer:
     """A node on the running loop. Made by `open`."""
 
     def __init__(
-        self, driver: Driver, listener: Listener, keyspace: Keyspace, service: Service, port: int
+        self,
+        driver: Driver,
+        members: Members,
+        listener: Listener,
+        keyspace: Keyspace,
+        service: Service,
+        port: int,
     ) -> None:
         self.driver = driver
+        self.members = members
         self.keyspace = keyspace
         self.service = service
         self.port = port
@@ -395,7 +402,7 @@ class NodeServer:
             await peers.close()
             await journal.close()
             raise
-        return cls(driver, listener, keyspace, service, port)
+        return cls(driver, members, listener, keyspace, service, port)
 
     async def close(self) -> None:
         """Close clients' connections, transfer leadership, and stop."""
