@@ -213,8 +213,9 @@ async def test_opentelemetry_has_the_same_and_a_span_for_each_election(place: Pl
         for scope in resource.scope_metrics
         for metric in scope.metrics
     }
-    names = {"doyen.leading", "doyen.token", "doyen.margin", "doyen.transitions"}
-    assert names | {"doyen.renewal.duration", "doyen.election.led"} <= set(found)
+    unobserved = {"doyen.overruns", "doyen.store.answer_age"}
+    assert set(found) == {*map(_instrument, PrometheusMetrics(None).describe())} - unobserved
+    assert [point.value for point in found["doyen.store.reachable"]] == [1]
     (leading,) = found["doyen.leading"]
     assert (leading.value, leading.attributes["doyen.election"]) == (1, "e")
     causes = {point.attributes["doyen.cause"]: point.value for point in found["doyen.transitions"]}
@@ -228,6 +229,40 @@ async def test_opentelemetry_has_the_same_and_a_span_for_each_election(place: Pl
     assert second.end_time is not None
     assert (second.end_time - second.start_time) / 1e9 >= 59.9, "from loss to election"
     tracing.shutdown()
+
+
+def _instrument(family: Any) -> str:
+    """How OpenTelemetry names what Prometheus has under this name."""
+    known = {
+        "doyen_renewal_seconds": "doyen.renewal.duration",
+        "doyen_election_wait_seconds": "doyen.election.wait",
+    }
+    name = known.get(family.name) or str(family.name).removesuffix("_seconds").replace("_", ".")
+    for words in ("line.length", "without.leader", "leader.changes", "answer.age"):
+        name = name.replace(words, words.replace(".", "_"))
+    return name
+
+
+@virtual
+async def test_what_nobody_observes_any_more_is_not_exported(place: Place) -> None:
+    reader = InMemoryMetricReader()
+    meter = MeterProvider([reader], shutdown_on_exit=False).get_meter("test")
+    metrics = OpenTelemetryMetrics(meter, clock=place.clock)
+    session = await place.open()
+
+    def exported() -> set[str]:
+        data: Any = reader.get_metrics_data()
+        scopes = [scope for each in data.resource_metrics for scope in each.scope_metrics]
+        return {metric.name for scope in scopes for metric in scope.metrics}
+
+    about_the_store = {"doyen.store.reachable", "doyen.store.answer_age", "doyen.election.led"}
+    observing = asyncio.create_task(metrics.observe(session))
+    async with session.campaign("e", name="a"):
+        await asyncio.sleep(1.0)
+        assert about_the_store <= exported()
+        observing.cancel()
+        await asyncio.wait({observing})
+        assert not about_the_store & exported()
 
 
 @virtual
@@ -310,7 +345,7 @@ def _node_families() -> Iterator[Any]:
     for part in (driver.status.return_value, service.condition.return_value):
         for name in ("generation", "commit", "applied", "snapshot", "pending", "full", "clients",
                      "watches", "keys", "leases", "bytes", "quota", "alarm", "state",
-                     "revision"):  # fmt: skip
+                     "revision", "disk_free", "disk_bytes"):  # fmt: skip
             setattr(part, name, 0)
     driver.status.return_value.membership.voters = (
         driver.status.return_value.membership.learners
@@ -372,6 +407,83 @@ def test_promtool_accepts_the_rules_and_what_a_process_exports(tmp_path: Path) -
         [promtool.path, "check", "metrics"], input=text, capture_output=True, timeout=60
     )
     assert linted.returncode == 0, linted.stderr.decode()
+    for name, values, firing in SITUATIONS:
+        test = tmp_path / f"{name}.yaml"
+        test.write_text(json.dumps(_situation(values, firing)))
+        tried = subprocess.run(
+            [promtool.path, "test", "rules", str(test)], capture_output=True, text=True, timeout=60
+        )
+        assert tried.returncode == 0, f"{name}: {tried.stdout}{tried.stderr}"
+
+
+HEALTHY = {
+    "doyen_election_led": "1x20",
+    "doyen_store_reachable": "1x20",
+    "doyen_margin_seconds": "3x20",
+    'doyen_renewal_seconds_bucket{le="0.5"}': "0+60x20",
+    'doyen_renewal_seconds_bucket{le="+Inf"}': "0+60x20",
+    'doyen_transitions_total{cause="expired"}': "1x20",
+    "doyen_overruns_total": "0x20",
+    "doyen_store_errors_total": "1x20",
+    "doyen_node_leader_known": "1x20",
+    "doyen_node_disk_full": "0x20",
+    "doyen_node_keyspace_alarm": "0x20",
+    "doyen_node_disk_free_bytes": "50x20",
+    "doyen_node_disk_bytes": "100x20",
+    'doyen_node_fsync_seconds_bucket{le="0.1"}': "0+60x20",
+    'doyen_node_fsync_seconds_bucket{le="+Inf"}': "0+60x20",
+    "doyen_node_commit_index": "90000x20",
+    "doyen_node_applied_index": "90000x20",
+}
+SITUATIONS: list[tuple[str, dict[str, str], dict[str, float]]] = [
+    ("healthy", {}, {}),
+    ("leaderless", {"doyen_election_led": "0x20"}, {"DoyenNoLeader": 0}),
+    ("silent", {"doyen_store_reachable": "0x20"}, {"DoyenStoreUnreachable": 0}),
+    ("late", {"doyen_margin_seconds": "0.1x20"}, {"DoyenMarginLow": 0.1}),
+    ("behind", {"doyen_node_applied_index": "70000x20"}, {"DoyenNodeBehind": 20000}),
+    ("full", {"doyen_node_disk_full": "1x20"}, {"DoyenNodeDiskFull": 1}),
+    ("filling", {"doyen_node_disk_free_bytes": "5x20"}, {"DoyenNodeDiskLow": 0.05}),
+    ("headless", {"doyen_node_leader_known": "0x20"}, {"DoyenNodeWithoutLeader": 0}),
+]
+"""What one node of the second of two quorums shows, and the rules that this fires. Each rule is
+also evaluated for the other nodes, which are healthy."""
+NODES = [("q1", "a"), ("q1", "b"), ("q2", "c"), ("q2", "d")]
+
+
+def _situation(values: dict[str, str], firing: dict[str, float]) -> dict[str, Any]:
+    """A test for promtool: each rule on its own, and what it finds after ten minutes."""
+    rules = (files("doyen.metrics") / "alerts.yaml").read_text()
+    found = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", rules)
+    assert {name for name, _ in found} >= set(firing)
+    series = []
+    for job, instance in NODES:
+        for metric, healthy in HEALTHY.items():
+            name, brace, labels = metric.partition("{")
+            own = f'job="{job}",instance="{instance}"'
+            if "election" in name or "margin" in name:
+                own += ',kind="elections",election="e",name="n"'
+            shown = values.get(metric, healthy) if instance == "d" else healthy
+            inside = f"{own},{labels}" if brace else f"{own}}}"
+            series.append({"series": f"{name}{{{inside}", "values": shown})
+    return {
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": series,
+                "promql_expr_test": [
+                    {
+                        "expr": f"sum by (instance) ({expression})",
+                        "eval_time": "10m",
+                        "exp_samples": [{"labels": '{instance="d"}', "value": firing[name]}]
+                        if name in firing
+                        else [],
+                    }
+                    for name, expression in found
+                    if "DoyenLeaderFlapping" not in name
+                ],
+            }
+        ]
+    }
 
 
 def test_a_record_that_is_no_event_of_a_campaign_changes_nothing() -> None:

@@ -107,6 +107,9 @@ def test_a_quorum_whose_leaders_are_killed_and_frozen(tmp_path: Path, browser: B
             token = demo.locator(".tok")
             expect(demo.locator(".dot")).to_have_class("dot ")
             expect(page.locator("#nodes-table .role.leader")).to_have_count(1)
+            # Each node says how full its disk and its keyspace are, and how long its disk takes.
+            expect(page.locator("#nodes-table .disk").filter(has_text="%")).to_have_count(3)
+            expect(page.locator("#nodes-table td").filter(has_text="≤")).to_have_count(3)
 
             def led_anew(act: str, *, by_other: bool = True) -> None:
                 """Click, and wait until another term is on the page."""

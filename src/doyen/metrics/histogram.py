@@ -34,6 +34,19 @@ class Histogram:
         self.count += 1
         self.sum_s += seconds
 
+    def quantile(self, share: float) -> float:
+        """A bound that this share of the durations did not exceed; 0 if there are none.
+
+        >>> seen = Histogram()
+        >>> for n in range(100): seen.add(0.002 if n else 0.7)
+        >>> seen.quantile(0.99), seen.quantile(1.0)
+        (0.0025, 1.0)
+        """
+        buckets = self.cumulative()
+        _, total = buckets[-1]
+        reached = (bound for bound, count in buckets if count >= share * total)
+        return min(next(reached), BOUNDS_S[-1]) if total else 0.0
+
     def cumulative(self) -> list[tuple[float, int]]:
         """For each bound, how many durations were not longer; the last bound is infinite."""
         total, buckets = 0, []

@@ -297,8 +297,11 @@ class SessionMeters:
         meter.as_of = max(meter.as_of, as_of)
 
     def seen_elections(self) -> dict[ElectionKey, ElectionMeter]:
-        """What was seen of each election and lock, up to now if the store answers."""
+        """What was seen of each election and lock, up to now if the store answers; nothing if
+        nobody observes it any more."""
         with self._lock:
+            if self.reachable is None:
+                return {}
             if self.reachable:
                 now = self._clock.wall()
                 for meter in self.elections.values():

@@ -73,20 +73,42 @@ class OpenTelemetryMetrics(SessionMeters):
                 "{candidate}",
                 "How many candidates wait.",
             ),
+            ("doyen.store.reachable", self._observe_reachable, "1", "Whether the store answers."),
+            (
+                "doyen.store.answer_age",
+                self._observe_age,
+                "s",
+                "How long ago the store answered last.",
+            ),
         ):
             meter.create_observable_gauge(name, [observe], unit, text)
-        meter.create_observable_counter(
-            "doyen.transitions",
-            [self._observe_transitions],
-            "{term}",
-            "Terms that began or ended, by cause.",
-        )
-        meter.create_observable_counter(
-            "doyen.election.without_leader",
-            [self._observe_without],
-            "s",
-            "The time for which an election was seen without a leader.",
-        )
+        for name, observe, unit, text in (
+            (
+                "doyen.transitions",
+                self._observe_transitions,
+                "{term}",
+                "Terms that began or ended, by cause.",
+            ),
+            (
+                "doyen.election.without_leader",
+                self._observe_without,
+                "s",
+                "The time for which an election was seen without a leader.",
+            ),
+            (
+                "doyen.election.leader_changes",
+                self._observe_changes,
+                "{change}",
+                "Changes of leader or holder that were seen.",
+            ),
+            (
+                "doyen.events.dropped",
+                self._observe_dropped,
+                "{event}",
+                "Events that were dropped before they came here.",
+            ),
+        ):
+            meter.create_observable_counter(name, [observe], unit, text)
         self.on_record.append(self._measure)
         self.on_interval.append(self._trace)
 
@@ -136,6 +158,22 @@ class OpenTelemetryMetrics(SessionMeters):
     def _observe_transitions(self, _: CallbackOptions) -> Iterable[Observation]:
         for (key, cause), count in dict(self.transitions).items():
             yield Observation(count, {**_attributes(key), "doyen.cause": cause})
+
+    def _observe_dropped(self, _: CallbackOptions) -> Iterable[Observation]:
+        yield Observation(self.dropped)
+
+    def _observe_reachable(self, _: CallbackOptions) -> Iterable[Observation]:
+        if self.reachable is not None:
+            yield Observation(int(self.reachable))
+
+    def _observe_age(self, _: CallbackOptions) -> Iterable[Observation]:
+        if (age_s := self.answer_age_s) is not None:
+            yield Observation(age_s)
+
+    def _observe_changes(self, _: CallbackOptions) -> Iterable[Observation]:
+        for key, each in self.seen_elections().items():
+            attributes = {"doyen.kind": key.kind, "doyen.election": key.election}
+            yield Observation(each.leader_changes, attributes)
 
     def _observe_led(self, _: CallbackOptions) -> Iterable[Observation]:
         for key, each in self.seen_elections().items():

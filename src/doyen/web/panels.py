@@ -404,6 +404,9 @@ def _node(state: Any, leads: Any, outside: set[str]) -> dict[str, Any]:
         "bytes": node.bytes,
         "quota": node.quota,
         "alarm": node.alarm,
+        "disk_free": node.disk_free,
+        "disk_total": node.disk_bytes,
+        "sync_ms": round(node.sync_p99_s * 1000, 2),
         "version": node.version,
     }
 

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
+import time
 from collections.abc import Sequence
 from math import inf
 
@@ -35,8 +38,41 @@ STALE_S = 1.0
 """How long a report counts that is not repeated."""
 SETTLE_S = 0.5
 """How long a full leader collects reports before it transfers leadership."""
+LOOK_S = 5.0
+"""How old what is said about the size of the disk may be before it is looked at again."""
 SPARE_BYTES = 4 << 20
 """How much of the reserve clients' ends of leases and deletes may use."""
+
+
+class DiskUsage:
+    """The size of the disk of a data directory, and what is free of it, for people to look at. A
+    thread looks at it, since a disk that hangs must not hold up the node."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._seen = (0, 0)
+        self._looking = self._look_soon()
+        self._at = time.monotonic()
+
+    def usage(self) -> tuple[int, int]:
+        """The free and all bytes, as they were some seconds ago; zeros if that is not known."""
+        if not self._looking.is_alive() and time.monotonic() - self._at > LOOK_S:
+            self._at = time.monotonic()
+            self._looking = self._look_soon()
+        return self._seen
+
+    def _look_soon(self) -> threading.Thread:
+        thread = threading.Thread(target=self._look, name="doyen-disk", daemon=True)
+        thread.start()
+        return thread
+
+    def _look(self) -> None:
+        try:
+            disk = os.statvfs(self._path)
+        except OSError:
+            self._seen = (0, 0)
+        else:
+            self._seen = (disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
 
 
 class DiskSpace:

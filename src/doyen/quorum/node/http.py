@@ -113,6 +113,8 @@ class NodeMetrics(Collector):
             "snapshot_index": (status.snapshot, "The last log index that a snapshot replaces."),
             "proposals_pending": (status.pending, "Proposals whose outcome is not known yet."),
             "disk_full": (status.full, "Whether the disk has no room for more proposals."),
+            "disk_free_bytes": (condition.disk_free, "Bytes that are free on the disk of the log."),
+            "disk_bytes": (condition.disk_bytes, "The size of the disk of the log."),
             "voters": (len(status.membership.voters), "Members that vote."),
             "learners": (len(status.membership.learners), "Members that do not vote."),
             "clients": (condition.clients, "Connections of clients."),

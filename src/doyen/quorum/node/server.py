@@ -32,6 +32,7 @@ from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.keyspace.versions import FIRST
 from doyen.quorum.node.data_directory import DirectoryIdentity as Owner
 from doyen.quorum.node.data_directory import read_identity, read_member, survey, write_member
+from doyen.quorum.node.disk_space import DiskUsage
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.framed_files import FileSystem
 from doyen.quorum.node.http import pages
@@ -352,7 +353,7 @@ class NodeServer:
                 now=clock.now(),
             )
             _warn_of_other_peers(options, core.membership)
-            keyspace = Keyspace(FIRST)
+            keyspace, disk = Keyspace(FIRST), DiskUsage(options.data_dir)
             targets: dict[int, Any] = {KEYSPACE: keyspace}
             if machine is not None:
                 targets[USER] = machine
@@ -376,6 +377,7 @@ class NodeServer:
                 quota_bytes=options.quota_bytes,
                 refusals=lambda: peers.refusals,
                 missing=members.missing,
+                disk=lambda: (*disk.usage(), journal.syncs.quantile(0.99)),
             )
             listener = Listener(
                 me,

@@ -83,8 +83,11 @@ class Service:
         quota_bytes: int = QUOTA,
         refusals: Callable[[], dict[str, str]] = dict,
         missing: Callable[[], Sequence[str]] = tuple,
+        disk: Callable[[], tuple[int, int, float]] = lambda: (0, 0, 0.0),
     ) -> None:
-        """`refusals` and `missing` are reported in the node's status (see `NodeStatus`)."""
+        """`refusals`, `missing` and `disk` (free, size, p99 of syncs) are reported in the node's
+        status (see `NodeStatus`)."""
+        self._disk = disk
         self._refusals = refusals
         self._missing = missing
         self._driver = driver
@@ -339,6 +342,7 @@ class Service:
             self._refusals(),
             tuple(self._missing()),
             True,
+            *self._disk(),
         )
 
     def _administer(self, client: ServedClient, request: requests.Administer) -> None:

@@ -256,6 +256,12 @@ class NodeStatus(Response, frozen=True, gc=False, tag=8):
     """The nodes that this one waits for to found the cluster with it."""
     lease_times: bool = False
     """Whether it answers `LeaseTimesRequest`."""
+    disk_free: int = 0
+    """Bytes that are free on the disk of its data directory."""
+    disk_bytes: int = 0
+    """The size of this disk; 0 if that is not known."""
+    sync_p99_s: float = 0.0
+    """One sync of the log in a hundred took longer, since the node was started; 0 if not known."""
 
 
 class Administered(Response, frozen=True, gc=False, tag=9):
