@@ -17,19 +17,11 @@ import pytest
 from doyen.quorum.etcd_api import rpc
 from etcd_door import POLL_S, DoorCluster, EtcdClient
 from servers.environments import environment
-from servers.fetch import Debian, Recipe, obtain
+from servers.etcd import ETCDCTL
+from servers.fetch import obtain
 
 pytestmark = pytest.mark.chaos
 
-ETCDCTL = Recipe(
-    engine="etcd",
-    variable="DOYEN_ETCDCTL_BIN",
-    name="etcdctl",
-    found=("usr/bin/etcdctl",),
-    minimum=(3, 4),
-    version=("version",),
-    sources=(Debian(("etcd-client",)),),
-)
 PATIENCE_S = 60.0
 KILLS = 6
 

@@ -305,6 +305,18 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
     else:
         text = f"{line.leader.name!r} leads, {len(waiting)} waiting"
         yield Finding(level="ok", subject="line", text=text)
+    foreign = [each for each in line.candidates if each.foreign]
+    if line.leader is not None and line.leader.foreign:
+        yield Finding(
+            level="warning",
+            subject="term",
+            text=f"the term of {line.leader.name!r} (token {line.leader.token}) is foreign: its"
+            " program does not stop by itself in time when its lease is lost",
+            remedy="let resources check tokens, and move its program to doyen",
+        )
+    if foreign:
+        names_shown = ", ".join(repr(each.name) for each in foreign)
+        yield _note("line", f"{len(foreign)} of {len(line.candidates)} foreign: {names_shown}")
     names = Counter(each.name for each in line.candidates)
     for name, count in names.items():
         if count > 1:

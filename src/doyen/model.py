@@ -146,6 +146,8 @@ class Leader:
     """The ttl of its lease."""
     remaining_s: float | None = field(default=None, compare=False)
     """What was left of its lease when this was read, if the store tells."""
+    foreign: bool = field(default=False, compare=False)
+    """It is a candidate of another program, which the store's `layout=` admits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class Candidate:
     priority: int
     leads: bool
     meta: Meta = field(default_factory=dict)
+    foreign: bool = False
+    """It is a candidate of another program, which the store's `layout=` admits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,16 @@ RECIPE = Recipe(
     ),
 )
 
+ETCDCTL = Recipe(
+    engine="etcd",
+    variable="DOYEN_ETCDCTL_BIN",
+    name="etcdctl",
+    found=("usr/bin/etcdctl",),
+    minimum=(3, 4),
+    version=("version",),
+    sources=(Debian(("etcd-client",)),),
+)
+
 
 class Etcd(Member):
     """One member, by default a cluster of one. Options are flags of etcd, without the dashes."""

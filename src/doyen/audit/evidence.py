@@ -184,6 +184,21 @@ TermKey = tuple[str, str, int, str]
 """Election, token, session."""
 
 
+class ForeignSighting(NamedTuple):
+    """A candidate of another program that led at some time from `since` to `seen`."""
+
+    election_kind: str
+    election: str
+    leader: str
+    token: int
+    since: Instant
+    seen: EvidenceFact
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("election", "election_kind", "leader", "token")
+        return {**{name: getattr(self, name) for name in names}, "seen": self.seen.as_dict()}
+
+
 class Evidence:
     """The facts of all lines. The order in which lines are added does not matter."""
 
@@ -206,6 +221,7 @@ class Evidence:
         """When the process of a lost term noticed the loss. A process that was paused notices
         late."""
         self.overruns: defaultdict[TermKey, list[EvidenceFact]] = defaultdict(list)
+        self.foreign: dict[ForeignSighting, None] = {}
 
     def terms_without_beginning(self) -> set[TermKey]:
         """Terms whose end is in the logs while their beginning is not."""
@@ -272,6 +288,13 @@ class Evidence:
                 _once(self.resigned[self._term_key(raw, session)], fact)
             case "overrun":
                 _once(self.overruns[self._term_key(raw, session)], fact)
+            case "foreignleader":
+                election_kind, election, token, _ = self._term_key(raw, session)
+                since = _moment(raw, "since", now)
+                leader = _text(raw, "leader")
+                self.foreign[
+                    ForeignSighting(election_kind, election, leader, token, since, fact)
+                ] = None
             case "gap":
                 since = now if raw.get("since") is None else _moment(raw, "since", now)
                 gap = MissingEvents(session, since, now, _whole(raw, "missed"))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from doyen.audit.evidence import (
     Evidence,
     EvidenceFact,
+    ForeignSighting,
     Ignored,
     Instant,
     LeaseFacts,
@@ -141,6 +142,9 @@ class Report:
     violations: tuple[AuditViolation, ...]
     warnings: tuple[str, ...]
     ignored: tuple[Ignored, ...]
+    foreign: tuple[ForeignSighting, ...] = ()
+    """Terms of candidates of other programs, each as it was first seen. They write no audit log, so
+    the proof does not cover them; that no term of doyen overlapped when they were seen, it does."""
     held: tuple[TermEvidence, ...] = ()
     """All terms, also those that were never valid, in the order of their beginning."""
 
@@ -185,6 +189,7 @@ class Report:
             "wall_clocks_compared": self.wall_clocks_compared,
             "tolerance_s": self.tolerance_s,
             "violations": [violation.as_dict() for violation in self.violations],
+            "foreign": [sighting.as_dict() for sighting in self.foreign],
             "warnings": list(self.warnings),
             "ignored": [{"where": str(where), "why": why} for where, why in self.ignored],
         }
@@ -216,6 +221,7 @@ def verify_lines(lines: Iterable[LogLine], *, tolerance_s: float = 0.0) -> Repor
     return _Judge(evidence, tolerance_s).report()
 
 
+_FOREIGN_SHOWN = 5
 _EQUAL_S = 1e-6
 """Times that are equal may differ by this much after floating-point additions."""
 
@@ -250,6 +256,14 @@ class _Judge:
             self._reuse(everyone)
             self._compare([term for term in everyone if term.was_valid])
             self._overran(everyone)
+        foreign: dict[tuple[str, str, int], ForeignSighting] = {}
+        for sighting in sorted(self._seen.foreign, key=lambda each: each.seen.when.wall):
+            election = sighting.election_kind, sighting.election
+            foreign.setdefault((*election, sighting.token), sighting)
+            self._compare_foreign(
+                sighting, [term for term in elections[election] if term.was_valid]
+            )
+        self._warn_of_foreign(foreign.values())
         self._warn()
 
         seen = self._seen
@@ -271,6 +285,7 @@ class _Judge:
             violations=tuple(sorted(self._violations, key=lambda found: found.when.wall)),
             warnings=tuple(self._warnings),
             ignored=tuple(seen.ignored),
+            foreign=tuple(foreign.values()),
             held=tuple(sorted(terms, key=_start)),
         )
 
@@ -505,6 +520,47 @@ class _Judge:
                     second.start.when,
                     (first, second),
                 )
+            )
+
+    def _compare_foreign(self, sighting: ForeignSighting, terms: list[TermEvidence]) -> None:
+        """Check that no term of doyen covers the time in which a foreign leader was seen, and that
+        the tokens of the terms before and after it are lower and higher."""
+        since, seen = sighting.since, sighting.seen
+        known = f"{sighting.leader!r}, a candidate of another program (token {sighting.token})"
+        for term in terms:
+            before, after = (
+                self._after(since, term.end.when),
+                self._after(term.start.when, seen.when),
+            )
+            inside = min(self._after(since, term.start.when), self._after(term.end.when, seen.when))
+            if inside > 0 and self._end_is_known(term, seen.when):
+                kind: Kind = "overlap"
+                headline = f"two leaders of {term.election!r}: {term.name} and {known}"
+            elif (before > 0 and term.token >= sighting.token) or (
+                after > 0 and term.token <= sighting.token
+            ):
+                kind = "token-regressed"
+                order = "before" if before > 0 else "after"
+                headline = f"token {term.token} of {term.election!r} was assigned {order} {known}"
+            else:
+                continue
+            by_s = max(inside, before, after)
+            self._violations.append(
+                AuditViolation(kind, term.election, headline, by_s, seen.when, (term,), (seen,))
+            )
+
+    def _warn_of_foreign(self, sightings: Iterable[ForeignSighting]) -> None:
+        by_election: defaultdict[str, list[str]] = defaultdict(list)
+        for each in sightings:
+            by_election[each.election].append(f"{each.leader!r} (token {each.token})")
+        for election, leaders in by_election.items():
+            shown = ", ".join(leaders[:_FOREIGN_SHOWN])
+            more = len(leaders) - _FOREIGN_SHOWN
+            shown += f" and {more} more" if more > 0 else ""
+            terms = "1 term" if len(leaders) == 1 else f"{len(leaders)} terms"
+            self._warnings.append(
+                f"{terms} of {election!r} were foreign: {shown}. Other programs write no audit log:"
+                " the proof covers when they were seen, not what they did"
             )
 
     def _overran(self, terms: list[TermEvidence]) -> None:

@@ -62,6 +62,7 @@ def leader_text(election: str, leader: Leader | None, kind: Kind) -> str:
     if leader is None:
         return f"the lock {election} is free" if lock else f"{election} has no leader"
     meta = f", {printable(leader.meta)}" if leader.meta else ""
+    meta += ", foreign" if leader.foreign else ""
     has = "has the lock" if lock else "leads"
     return f"{printable(leader.name)} {has} {election}, token {leader.token}{meta}"
 
@@ -75,6 +76,7 @@ def leader_dict(leader: Leader | None) -> dict[str, Any] | None:
         "token": leader.token,
         "since": leader.since,
         "meta": dict(leader.meta),
+        **({"foreign": True} if leader.foreign else {}),
     }
 
 

@@ -84,7 +84,8 @@ def _table(line: Line) -> Table:
     with_meta = any(each.meta for each in line.candidates)
     table = Table([">#", "name", "state", ">priority", *(["meta"] if with_meta else [])])
     for position, each in enumerate(line.candidates, 1):
-        row = [str(position), printable(each.name), "leads" if each.leads else "waits"]
+        state = ("leads" if each.leads else "waits") + (", foreign" if each.foreign else "")
+        row = [str(position), printable(each.name), state]
         meta = [printable(each.meta) if each.meta else ""] if with_meta else []
         table.rows.append([*row, str(each.priority), *meta])
         if each.leads:
@@ -111,6 +112,7 @@ def _as_dict(election: str, line: Line, kind: Kind) -> dict[str, Any]:
                 "priority": each.priority,
                 "leads": each.leads,
                 "meta": dict(each.meta),
+                **({"foreign": True} if each.foreign else {}),
             }
             for position, each in enumerate(line.candidates, 1)
         ],

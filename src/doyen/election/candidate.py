@@ -33,7 +33,7 @@ from doyen.election.core import SessionCore
 from doyen.election.handover import Succession, is_ready, is_void, ready_marker_key
 from doyen.election.leader import Leading
 from doyen.election.options import CampaignSettings
-from doyen.election.queries import read_leader
+from doyen.election.queries import is_foreign, read_leader
 from doyen.errors import (
     AlreadyCampaigning,
     LeaseGone,
@@ -44,7 +44,7 @@ from doyen.errors import (
     StoreUnavailable,
     TicketGone,
 )
-from doyen.events import Hindered, Waiting
+from doyen.events import ForeignLeader, Hindered, Waiting
 from doyen.model import HAS, Claim, Entry, Order, line_key, order_key
 from doyen.term import Term, TermState
 
@@ -98,7 +98,8 @@ class Claiming:
     async def _join(self) -> None:
         """Take a ticket, unless the attempt has one or needs none."""
         attempt, settings = self.attempt, self.attempt.settings
-        if settings.recipe != "line" or attempt.ticket is not None:
+        waits_in_line = settings.recipe == "line" and attempt.core.limits.has_line
+        if not waits_in_line or attempt.ticket is not None:
             return
         store, line = attempt.core.store, line_key(settings.election, settings.kind)
         attempt.ticket = await self._earlier_ticket(line)
@@ -146,6 +147,8 @@ class Claiming:
             return
         watch = await core.call(core.store.watch(ahead.key, attempt.wakeup.wake))
         try:
+            if core.limits.layout and is_foreign(ahead):
+                await attempt.watch_record()  # to notice the term of each foreign leader
             if await attempt.get(ahead.key) is not None:
                 await self._wait_for(ahead)
         finally:
@@ -181,20 +184,37 @@ class Claiming:
     async def _wait_for(self, entry: Entry, until: float = math.inf) -> None:
         """Wait for the holder of a ticket or record. Returns when something has changed, and at
         `until` at the latest."""
-        attempt, candidacy = self.attempt, self._candidacy
-        if await attempt.core.deletions.delete_left_over(entry):
+        attempt, candidacy, core = self.attempt, self._candidacy, self.attempt.core
+        if await core.deletions.delete_left_over(entry):
             return
         takes_orders = attempt.ticket is not None and attempt.settings.kind != "semaphores"
         if takes_orders and await self.succession.watch():
             return
+        if core.limits.layout and is_foreign(entry):
+            await self._report_foreign()
         name = Claim.decode(entry.value).name
         where = "leads" if entry.key == attempt.record_key else "is ahead in line"
         if candidacy.behind != f"{name!r} {where}":
             candidacy.behind = f"{name!r} {where}"
             settings = attempt.settings
-            attempt.core.telemetry.emit(Waiting(**settings.identity, behind=name))
+            core.telemetry.emit(Waiting(**settings.identity, behind=name))
         candidacy.error = None
         await candidacy.sleep(attempt, until)
+
+    async def _report_foreign(self) -> None:
+        """Report the leader, if it is a candidate of another program, once for each of its terms:
+        no such program writes an audit log."""
+        attempt, candidacy = self.attempt, self._candidacy
+        asked_at = attempt.core.runtime.clock.now()
+        record = await attempt.get(attempt.record_key)
+        if record is None or not is_foreign(record) or record.revision == candidacy.foreign:
+            return
+        candidacy.foreign = record.revision
+        leader = Claim.decode(record.value).name
+        event = ForeignLeader(
+            **attempt.settings.identity, leader=leader, token=record.revision, since=asked_at
+        )
+        attempt.core.telemetry.emit(event)
 
     async def _create(self) -> Entry | None:
         """Create the record. If another attempt's is there, wait for it to change."""
@@ -279,6 +299,8 @@ class Candidacy:
         """The last error of the store, until it works again."""
         self.known_leader: tuple[int, float] | None = None
         """The leader that this candidate would preempt, by token, and since when it knows it."""
+        self.foreign: int | None = None
+        """The token of the foreign leader that was reported last."""
         self.deferral: tuple[str, float] | None = None
         """The lease of the order to whose successor this candidate gives way, and until when."""
 
@@ -299,7 +321,7 @@ class Candidacy:
                 try:
                     if claiming is None or claiming.attempt.keepalive.lose_if_expired():
                         async with asyncio.timeout_at(limit):
-                            if settings.stall_after_s is None:
+                            if settings.stall_after_s is None and not core.limits.layout:
                                 keepalive = await core.leases.shared()
                             else:
                                 keepalive = await core.leases.own(settings.stall_after_s)

@@ -209,6 +209,7 @@ class SessionCore:
         self.tasks = BackgroundTasks()
         self.calls = StoreCalls(store, timing, runtime.random, runtime.clock, self.tasks)
         self.call = self.calls.call
+        self.limits = store.capabilities
         self.leases = LeaseKeeper(
             self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
         )

@@ -30,6 +30,7 @@ from doyen.model import (
 from doyen.stores.port import Watch
 
 __all__ = [
+    "is_foreign",
     "leader_of",
     "line_of",
     "observe",
@@ -175,6 +176,11 @@ async def _settled(changed: asyncio.Event, settle_s: float) -> None:
         await asyncio.sleep(settle_s)
 
 
+def is_foreign(entry: Entry) -> bool:
+    """Whether a ticket or a leader record is that of a candidate of another program."""
+    return not Claim.decode(entry.value).attempt
+
+
 def leader_of(election: str, record: Entry, kind: Kind = "elections") -> Leader:
     """The leader that a leader record describes."""
     claim = Claim.decode(record.value)
@@ -187,6 +193,7 @@ def leader_of(election: str, record: Entry, kind: Kind = "elections") -> Leader:
         claim.since,
         claim.ttl_s,
         record.remaining_s,
+        not claim.attempt,
     )
 
 
@@ -194,19 +201,21 @@ def line_of(
     election: str, record: Entry | None, tickets: list[Entry], kind: Kind = "elections"
 ) -> Line:
     """The line that a leader record and the tickets describe."""
-    if record is None:
-        leader, attempt = None, None
-    else:
-        leader, attempt = leader_of(election, record, kind), Claim.decode(record.value).attempt
-    claims = [Claim.decode(ticket.value) for ticket in tickets]
+    leader = None if record is None else leader_of(election, record, kind)
+    leads = None if record is None else _candidate_id(record)
     # By attempt: a candidate may have two tickets for a while.
-    by_attempt = {claim.attempt: claim for claim in claims}
+    claims = {_candidate_id(ticket): Claim.decode(ticket.value) for ticket in tickets}
     return Line(
         leader,
         tuple(
-            Candidate(claim.name, claim.rank, False, claim.meta)
-            if leader is None or claim.attempt != attempt
-            else Candidate(claim.name, claim.rank, True, leader.meta)
-            for claim in by_attempt.values()
+            Candidate(claim.name, claim.rank, False, claim.meta, not claim.attempt)
+            if leader is None or candidate != leads
+            else Candidate(claim.name, claim.rank, True, leader.meta, leader.foreign)
+            for candidate, claim in claims.items()
         ),
     )
+
+
+def _candidate_id(entry: Entry) -> str | int:
+    """What distinguishes a candidate: its attempt; if it is foreign, the revision of its entry."""
+    return Claim.decode(entry.value).attempt or entry.revision

@@ -20,6 +20,7 @@ __all__ = [
     "CampaignEvent",
     "Elected",
     "Event",
+    "ForeignLeader",
     "Gap",
     "Granted",
     "Hindered",
@@ -133,6 +134,18 @@ class Waiting(CampaignEvent):
 
     log_name: ClassVar[str] = "candidate_waiting"
     behind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignLeader(CampaignEvent):
+    """A candidate found that a candidate of another program leads. It led at an instant between
+    `since`, when the store was asked, and this event."""
+
+    log_name: ClassVar[str] = "foreign_leader"
+    leader: str
+    """How it shows itself."""
+    token: int
+    since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

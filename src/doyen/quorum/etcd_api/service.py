@@ -206,6 +206,8 @@ class EtcdApi:
                 f"the cluster is at version {version} of its state, which has no etcd keyspace: the"
                 " version rises when all members are connected and run this release",
             )
+        if not self._driver.membership.cluster:  # clients refuse a cluster whose id changes
+            raise EtcdError(Code.UNAVAILABLE, "the cluster is being founded and has no id yet")
 
     async def current(self) -> None:
         """Wait until this node shows every write that was acknowledged before. Raises

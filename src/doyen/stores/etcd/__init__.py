@@ -5,6 +5,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE
     ?connect_timeout_s=3                   deadline of the first answer of a member
     ?token_floor=N                         refuse a cluster whose revision is below N
+    ?layout=concurrency                    stand in line with etcdctl and Go's concurrency package
 
 A lease is etcd's lease. The leader record is created by a transaction, if absent; its creation
 revision is the token. A ticket's key has its rank, and its creation revision is its place within
@@ -15,6 +16,7 @@ the rank. The parts:
     leases      renewal, on a stream of its own
     watches     notification, on another
     store       the port: keys and transactions
+    concurrency the port in the layout of Go's concurrency package
 
 The client library is grpcio, the extra `etcd`.
 """
@@ -41,10 +43,11 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 async def open_store(url: StoreURL, context: Context) -> EtcdStore:
     """Open the store at `url`: one member answers, and the keys can be read."""
     del context  # etcd keeps the time of its leases, and does not report whose have ended
-    url.refuse_unknown(*options.TLS_OPTIONS, "connect_timeout_s", "token_floor")
+    url.refuse_unknown(*options.TLS_OPTIONS, "connect_timeout_s", "token_floor", "layout")
     with options.requires("etcd", "grpcio"):
         import grpc
 
+        from doyen.stores.etcd.concurrency import ConcurrencyStore
         from doyen.stores.etcd.connection import EtcdCluster, EtcdLogin, refuse_after_fork
         from doyen.stores.etcd.store import EtcdStore
 
@@ -60,5 +63,9 @@ async def open_store(url: StoreURL, context: Context) -> EtcdStore:
         tls=tls,
         connect_timeout_s=options.number(url, "connect_timeout_s", 3.0),
     )
-    store = EtcdStore(cluster, prefix=unquote(url.parts.path).rstrip("/") or "/doyen")
+    prefix = unquote(url.parts.path).rstrip("/")
+    if options.choice(url, "layout", "", "", "concurrency"):
+        store: EtcdStore = ConcurrencyStore(cluster, prefix=prefix)
+    else:
+        store = EtcdStore(cluster, prefix=prefix or "/doyen")
     return await opened(store, store.open(options.whole_number(url, "token_floor")))

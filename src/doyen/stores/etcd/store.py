@@ -109,7 +109,7 @@ class EtcdStore(GuardedStore):
         answer = await self._call(
             rpc.TXN,
             rpc.TxnRequest(
-                compare=[_absent(at)],
+                compare=[absent(at)],
                 success=[{"request_put": {"key": at, "value": value, "lease": _number(lease)}}],
                 failure=[{"request_range": {"key": at}}],
             ),
@@ -124,7 +124,7 @@ class EtcdStore(GuardedStore):
         answer = await self._call(
             rpc.TXN,
             rpc.TxnRequest(
-                compare=[_absent(at) if if_version is None else _unchanged(at, if_version)],
+                compare=[absent(at) if if_version is None else unchanged(at, if_version)],
                 success=[{"request_put": {"key": at, "value": value, "prev_kv": True}}],
             ),
         )
@@ -143,7 +143,7 @@ class EtcdStore(GuardedStore):
             rpc.TXN,
             rpc.TxnRequest(
                 # This version is bound to this lease, and is deleted when the lease ends.
-                compare=[_unchanged(at, entry.version)],
+                compare=[unchanged(at, entry.version)],
                 success=[{"request_put": bound}],
             ),
         )
@@ -159,7 +159,7 @@ class EtcdStore(GuardedStore):
         answer = await self._call(
             rpc.TXN,
             rpc.TxnRequest(
-                compare=[_unchanged(at, if_version)],
+                compare=[unchanged(at, if_version)],
                 success=[{"request_delete_range": {"key": at}}],
             ),
         )
@@ -184,7 +184,7 @@ class EtcdStore(GuardedStore):
             answer = await self._client.call(
                 rpc.TXN,
                 rpc.TxnRequest(
-                    compare=[_created(own, ticket.revision)],
+                    compare=[created(own, ticket.revision)],
                     success=[
                         {"request_range": _last(line, rank, before=ticket.revision)},
                         {"request_range": _nearest(line, rank)},
@@ -282,15 +282,15 @@ def _is_ticket(entry: Entry) -> bool:
     return entry.lease is not None and _TICKET.fullmatch(entry.key) is not None
 
 
-def _absent(key: bytes) -> dict[str, Any]:
-    return _created(key, 0)
+def absent(key: bytes) -> dict[str, Any]:
+    return created(key, 0)
 
 
-def _created(key: bytes, revision: int) -> dict[str, Any]:
+def created(key: bytes, revision: int) -> dict[str, Any]:
     return {"target": "CREATE", "key": key, "create_revision": revision}
 
 
-def _unchanged(key: bytes, version: Version) -> dict[str, Any]:
+def unchanged(key: bytes, version: Version) -> dict[str, Any]:
     return {"target": "MOD", "key": key, "mod_revision": version}
 
 
