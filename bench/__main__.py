@@ -18,6 +18,7 @@ from bench.engines import engines
 from bench.failover import crash, handover
 from bench.figures import Figure
 from bench.forwarding import forwarding
+from bench.frameworks import frameworks
 from bench.frozen import frozen
 from bench.idle import idle
 from bench.lab import lab
@@ -55,10 +56,11 @@ BENCHES: dict[str, Callable[..., Iterable[Figure]]] = {
     "partitioners": partitioners,
     "page": page,
     "warden": warden,
+    "frameworks": frameworks,
 }
 LONG = (
     *("engines", "writes", "outages", "upkeep", "soak"),
-    *("members", "config", "shards", "partitioners", "page", "warden"),
+    *("members", "config", "shards", "partitioners", "page", "warden", "frameworks"),
 )
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -92,6 +94,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "shards": {"count": 30, "members": 4, "handovers": 1, "traced": 10, "only": "sqlite"},
     "warden": {"trials": 2, "freezes": 0, "idle_s": 0.1, "only": "quorum"},
     "partitioners": {"count": 20, "members": 2, "ttl_s": 2.0, "kinds": "kazoo"},
+    "frameworks": {"trials": 1, "only": "click"},
 }
 """Parameters that only show that a bench works. The figures are meaningless."""
 
@@ -132,7 +135,7 @@ def main() -> int:
     )
     parser.add_argument("--trials", type=int, help="for crash, handover, frozen, import")
     parser.add_argument(
-        "--only", help="for engines, soak, members, config, shards: names separated by commas"
+        "--only", help="for engines, soak, members, config, shards, frameworks: a list of names"
     )
     parser.add_argument("--minutes", type=float, help="for soak")
     parser.add_argument("--load", action="store_true", help="for soak: keep every core busy")

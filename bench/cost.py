@@ -97,7 +97,7 @@ def importing(*, trials: int = 20) -> list[Figure]:
             doyen_ms.append(second)
             time.sleep(0.01)
     adapters = [f"{name}." for name in modules if name.startswith("doyen.stores.")]
-    light = ("doyen.stores.port.", "doyen.stores.kit.")
+    light = ("doyen.stores.port.", "doyen.stores.kit.", "doyen.stores.choice.")
     heavy = [name[:-1] for name in adapters if not name.startswith(light)]
     heavy += [name for name in modules if name in CLIENTS]
     return [

@@ -1,6 +1,7 @@
-"""What the middleware adds to a request: on the leader, and at a service that refuses stale tokens.
+"""What doyen adds to a request: the middleware on the leader, that of a service that refuses stale
+tokens, and the dependency `Depends(leader)` of FastAPI.
 
-The same application is called with and without the middleware, alternately, without a server in
+The same application is called with and without it, alternately, without a server in
 between, whose cost would hide the difference. The figure is processor time: on the leader the
 middleware waits for nothing, and other processes on the machine do not count.
 """
@@ -14,7 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import Depends, FastAPI
 
 import doyen
 from bench.figures import Figure, spread
@@ -22,11 +25,13 @@ from doyen.fencing import FileTokens, MemoryTokens
 from doyen.fencing import asgi as fenced_asgi
 from doyen.fencing import wsgi as fenced_wsgi
 from doyen.integrations import asgi, wsgi
-from doyen.integrations.forwarding import LeaderView
+from doyen.integrations.starlette import Leadership
+from doyen.term import Term
 
 __all__ = ["forwarding"]
 
 LIMIT_MS = 0.2
+DEPENDENCY_LIMIT_MS = 0.1
 HEADERS = [
     (b"host", b"127.0.0.1:8000"),
     (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0"),
@@ -90,6 +95,20 @@ def wsgi_called(app: Any, more: list[tuple[bytes, bytes]]) -> None:
         body.close()
 
 
+def fastapi_apps(leader: Leadership) -> tuple[FastAPI, FastAPI]:
+    """An application without and one with the dependency."""
+    bare, depending = FastAPI(), FastAPI()
+
+    @bare.post("/orders")
+    async def order() -> None: ...
+
+    @depending.post("/orders")
+    async def order_of_leader(term: Annotated[Term, Depends(leader)]) -> None:
+        term.check()
+
+    return bare, depending
+
+
 class Measured(NamedTuple):
     """Milliseconds for a request, of each round."""
 
@@ -98,8 +117,9 @@ class Measured(NamedTuple):
 
 
 def forwarding(*, rounds: int = 100, calls: int = 100) -> list[Figure]:
-    """The time that the forwarding and the fencing middleware add to a request."""
-    view = LeaderView("bench")
+    """The time that forwarding, fencing and `Depends(leader)` add to a request."""
+    dependency = Leadership("bench")
+    view = dependency.view
     options: dict[str, Any] = {
         "view": view,
         "secret": "a secret of the processes",
@@ -120,17 +140,18 @@ def forwarding(*, rounds: int = 100, calls: int = 100) -> list[Figure]:
         fenced = fenced_asgi.FencingMiddleware(app, **memory)
         wsgi_fenced = fenced_wsgi.FencingMiddleware(wsgi_app, **files)
 
-        def added(name: str, middleware: Any, limit: float | None = LIMIT_MS) -> Figure:
-            bare, call = (app, called) if "ASGI" in name else (wsgi_app, wsgi_called)
+        def added(name: str, bare: Any, wrapped: Any, limit: float | None = LIMIT_MS) -> Figure:
+            call = wsgi_called if bare is wsgi_app else called
             request = partial(call, more=token if "fencing" in name else [])
-            before, after = asyncio.run(_alternate(rounds, calls, request, bare, middleware))
+            before, after = asyncio.run(_alternate(rounds, calls, request, bare, wrapped))
             return _figure(name, before, after, limit)
 
         figures = [
-            added("forwarding, ASGI, on the leader", leader),
-            added("forwarding, WSGI, on the leader", wsgi_leader),
-            added("fencing, ASGI, tokens in memory", fenced, None),
-            added("fencing, WSGI, tokens in files", wsgi_fenced, None),
+            added("forwarding, ASGI, on the leader", app, leader),
+            added("forwarding, WSGI, on the leader", wsgi_app, wsgi_leader),
+            added("fencing, ASGI, tokens in memory", app, fenced, None),
+            added("fencing, WSGI, tokens in files", wsgi_app, wsgi_fenced, None),
+            added("Depends(leader), FastAPI", *fastapi_apps(dependency), DEPENDENCY_LIMIT_MS),
         ]
         term.check()
     return figures

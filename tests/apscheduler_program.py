@@ -8,7 +8,7 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 
 import doyen
 from doyen.integrations.apscheduler import Leadership
-from framework_crew import TTL_S, Book
+from framework_crew import TTL_S, recording
 
 if __name__ == "__main__":
     scheduler = BlockingScheduler()
@@ -21,7 +21,8 @@ if __name__ == "__main__":
     def work() -> None:
         term = leader.term
         if term is not None:
-            Book(term).write("work")
+            with recording(term) as book:
+                book.write("work")
 
     scheduler.add_job(work, "interval", seconds=0.02)
     leader.start()

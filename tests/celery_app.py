@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import before_task_publish
+from celery.signals import after_task_publish, before_task_publish
 
 from doyen.integrations import background
 from framework_crew import TTL_S, Book
@@ -19,11 +19,21 @@ app.conf.update(
     doyen_election="e",
     doyen_options={"ttl_s": TTL_S, "wait_s": 10},
 )
+sending: list[Book] = []
 
 
 @before_task_publish.connect(weak=False)
 def record(**_: Any) -> None:
     """A task is being sent to the broker."""
     (leader,) = background._made
-    if leader.term is not None:
-        Book(leader.term).write("work")
+    book = Book(leader.term) if leader.term is not None else None
+    if book is not None and book.write("begin"):
+        book.write("work")
+        sending.append(book)
+
+
+@after_task_publish.connect(weak=False)
+def record_end(**_: Any) -> None:
+    """A task has been sent."""
+    while sending:
+        sending.pop().write("end")

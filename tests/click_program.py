@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Annotated
 
@@ -23,7 +24,7 @@ def work(note: Annotated[str, typer.Option()]) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ["LIBRARY"] == "click":
+    if sys.argv.pop(1) == "click":
         click.command()(click.option("--note")(work))()
     else:
         typer.run(work)

@@ -1,6 +1,7 @@
 """Processes of a framework that campaign on a local store, and the judgement of what they did.
 
-The leader's work writes lines to a ledger: when it begins, while it goes on, and when it ends. A
+`FRAMEWORKS` has the command of each framework. The leader's work writes lines to a ledger: when it
+begins, while it goes on, and when it ends; the work of a scheduler is one job after the other. A
 line is written under a lock, right after the term was found valid, and nobody is frozen while it
 has the lock. So work of an earlier term after the beginning of a later one is an overlap.
 """
@@ -46,11 +47,12 @@ def work(term: Term) -> None:
 def recording(term: Term) -> Iterator[Book]:
     """Record the beginning and the end of the work in a term."""
     book = Book(term)
-    book.write("begin")
+    begun = book.write("begin")
     try:
         yield book
     finally:
-        book.write("end")
+        if begun:
+            book.write("end")
 
 
 class Book:
@@ -59,13 +61,16 @@ class Book:
     def __init__(self, term: Term) -> None:
         self._term = term
 
-    def write(self, what: str) -> None:
-        """Write a line, unless the term is over; its end is recorded all the same."""
+    def write(self, what: str) -> bool:
+        """Write a line, unless the term is over; an end is recorded all the same. Returns whether
+        it was written."""
         with Path(os.environ["LEDGER"]).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if self._term.valid or what == "end":
+            written = self._term.valid or what == "end"
+            if written:
                 file.write(f"{what} {self._term.token} {os.getpid()} {time.monotonic()}\n")
                 file.flush()
+        return written
 
 
 class Line(NamedTuple):
@@ -95,12 +100,15 @@ class Crew:
         self._ends = contextlib.ExitStack()
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> None:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start one more process."""
-        process = subprocess.Popen(self._command, cwd=self._folder, env=self.environ)
-        self._ends.callback(process.wait)
-        self._ends.callback(process.kill)
+        command = [*self._command, *arguments]
+        process = subprocess.Popen(
+            command, cwd=self._folder, env=self.environ, start_new_session=True
+        )
+        self._ends.callback(kill, process)
         self.processes.append(process)
+        return process
 
     def __enter__(self) -> Self:
         for _ in range(self._count):
@@ -164,6 +172,28 @@ class Crew:
         finally:
             self.signal(term, signal.SIGCONT)
 
+    def hand_overs(self, count: int) -> list[float]:
+        """Terminate one leader after the other. Returns after how long each successor began."""
+        term, took_s = self.next_term(), []
+        for _ in range(count):
+            self.replace()
+            seconds, term = self.hand_over(term)
+            took_s.append(seconds)
+        self.judge()
+        return took_s
+
+    def replace(self) -> None:
+        """Replace the processes that have ended. Returns when two candidates wait."""
+
+        def two() -> bool:
+            for process in self.processes:
+                if process.poll() is not None:
+                    self.processes.remove(process)
+                    self.start()
+            return self.waiting() >= 2
+
+        until_blocking(two, PATIENCE_S)
+
     def trouble(self, rounds: int) -> None:
         """Terminate, kill and freeze one leader after the other. A process that has ended is
         replaced. Prints how long it took from SIGTERM to the successor's work."""
@@ -179,11 +209,7 @@ class Crew:
             else:
                 self.signal(term, signal.SIGKILL)
                 term = self.next_term(term)
-            for process in self.processes:
-                if process.poll() is not None:
-                    self.processes.remove(process)
-                    self.start()
-            until_blocking(lambda: self.waiting() >= 2, PATIENCE_S)
+            self.replace()
         self.judge()
         figures = ", ".join(f"{1000 * each:.1f}" for each in took_s)
         print(f"from SIGTERM to the work of the successor, in ms: {figures}")
@@ -205,7 +231,49 @@ class Crew:
         assert tokens == sorted({*tokens})
 
     def ended_before(self, term: Line, after: Line) -> bool:
-        """Whether the work of a term had ended when that of the next one began."""
+        """Whether all work that began in a term had ended when that of the next one began."""
         lines = self.lines
-        ends = [line for line in lines if (line.what, line.token) == ("end", term.token)]
-        return bool(ends) and lines.index(ends[0]) < lines.index(after)
+        before = [line.what for line in lines[: lines.index(after)] if line.token == term.token]
+        return 0 < before.count("begin") == before.count("end")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with its workers."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def crew(framework: str, folder: Path, count: int = 2, **environ: str) -> Crew:
+    """Processes of this framework. `gunicorn` is one, with so many workers."""
+    command, database = FRAMEWORKS[framework], folder / "db.sqlite3"
+    started = 1 if "gunicorn" in command else count
+    environ |= {"WORKERS": str(count), "DATABASE": str(database)}
+    made = Crew(folder, command, started, DJANGO_SETTINGS_MODULE="django_site.settings", **environ)
+    if framework == "django":
+        made.database = folder / "db.sqlite3.doyen"
+    return made
+
+
+def program(name: str, *arguments: str) -> list[str]:
+    """The command that runs a program of the tests."""
+    return [sys.executable, str(TESTS / name), *arguments]
+
+
+def module(name: str, arguments: str) -> list[str]:
+    """The command that runs a module."""
+    return [sys.executable, "-m", name, *arguments.split()]
+
+
+GUNICORN = "--config python:gunicorn_hooks --bind unix:socket --log-level critical flask_app:app"
+FRAMEWORKS = {
+    "starlette": module("uvicorn", "--factory starlette_app:served --log-level critical --port 0"),
+    "django": module("django", "lead --store-wait 10s e work --note payments"),
+    "flask": module("gunicorn", f"--preload {GUNICORN}"),
+    "flask with threads": module("gunicorn", f"--threads 4 {GUNICORN}"),
+    "apscheduler": program("apscheduler_program.py"),
+    "celery": module("celery", "-q -A celery_app beat --pidfile= -l CRITICAL"),
+    "rq": program("rq_program.py"),
+    "click": program("click_program.py", "click", "--note", "payments"),
+    "typer": program("click_program.py", "typer", "--note", "payments"),
+}

@@ -10,17 +10,17 @@ from redis import Redis
 import doyen
 from doyen.integrations.programs import current_term
 from doyen.integrations.rq import LeaderCronScheduler
-from framework_crew import TTL_S, Book
+from framework_crew import TTL_S, recording
 
 
 class Recording(LeaderCronScheduler):
     """Records its terms and what it enqueues."""
 
     def enqueue_jobs(self) -> list[Any]:
-        Book(current_term()).write("begin")
-        enqueued = super().enqueue_jobs()
-        if enqueued:
-            Book(current_term()).write("work")
+        with recording(current_term()) as book:
+            enqueued = super().enqueue_jobs()
+            if enqueued:
+                book.write("work")
         return enqueued
 
 

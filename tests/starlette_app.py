@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import time
-from pathlib import Path
 
 from fastapi import Depends, FastAPI
 
 import doyen
 from doyen import Term
 from doyen.integrations.starlette import Leadership
+from framework_crew import TTL_S, recording
 
 
 def served() -> FastAPI:
     """The application of one process."""
-    url, ledger = os.environ["STORE"], Path(os.environ["LEDGER"])
-    leader = Leadership("e", lambda: doyen.connect(url, ttl_s=10), on_failure="exit")
+    url = os.environ["STORE"]
+    leader = Leadership("e", lambda: doyen.connect(url, ttl_s=TTL_S, wait_s=10), on_failure="exit")
     app = FastAPI(lifespan=leader.lifespan)
     depends = Depends(leader)
     fails, hangs = asyncio.Event(), asyncio.Event()
 
-    def record(term: Term) -> None:
-        with ledger.open("a") as file:
-            print(term.token, os.getpid(), time.monotonic(), file=file)
-
     @leader.task
     async def work(term: Term) -> None:
-        record(term)
-        await fails.wait()
+        with recording(term) as book:
+            while not fails.is_set():
+                book.write("work")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(fails.wait(), 0.002)
         raise RuntimeError("the work failed")
 
     @app.get("/token")

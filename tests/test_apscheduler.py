@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,24 +15,17 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from doyen.errors import ConfigError
 from doyen.integrations import apscheduler as integration
 from doyen.integrations.apscheduler import Leadership
-from framework_crew import PROMPT_S, TESTS, TRIAL_TTL_S, Crew
+from framework_crew import PROMPT_S, crew
 from support import until_blocking
-
-PROGRAM = [sys.executable, str(TESTS / "apscheduler_program.py")]
 
 
 def test_jobs_are_handed_over(tmp_path: Path) -> None:
-    with Crew(tmp_path, PROGRAM) as processes:
+    with crew("apscheduler", tmp_path) as processes:
         term = processes.next_term()
-        took_s, _ = processes.hand_over(term)
+        took_s, after = processes.hand_over(term)
         assert took_s < PROMPT_S
+        assert processes.ended_before(term, after)
         processes.judge()
-
-
-@pytest.mark.chaos(engine="sqlite")
-def test_schedulers_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
-    with Crew(tmp_path, PROGRAM, 4, TTL_S=TRIAL_TTL_S) as processes:
-        processes.trouble(rounds=12)
 
 
 Make = Callable[..., tuple[Leadership, BackgroundScheduler]]

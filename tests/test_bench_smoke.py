@@ -18,7 +18,7 @@ FIGURES = {
     "frozen": 6,
     "valid": 1,
     "import": 2,
-    "forwarding": 4,
+    "forwarding": 5,
     "herd": 1,
     "many": 3,
     "idle": 4,
@@ -32,6 +32,7 @@ FIGURES = {
     "shards": 5,
     "page": 3,
     "warden": 3,
+    "frameworks": 1,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,37 +14,19 @@ from celery.signals import before_task_publish
 
 from doyen.integrations import last_runs
 from doyen.integrations.celery import LeaderScheduler
-from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from framework_crew import PROMPT_S, crew
 from support import until_blocking
-
-BEAT = [
-    sys.executable,
-    "-m",
-    "celery",
-    "-q",
-    "-A",
-    "celery_app",
-    "beat",
-    "--pidfile=",
-    "-l",
-    "CRITICAL",
-]
 
 
 def test_beats_are_handed_over(tmp_path: Path) -> None:
-    with Crew(tmp_path, BEAT) as processes:
+    with crew("celery", tmp_path) as processes:
         term = processes.next_term()
-        took_s, _ = processes.hand_over(term)
+        took_s, after = processes.hand_over(term)
         assert took_s < PROMPT_S
+        assert processes.ended_before(term, after)
         terminated = next(each for each in processes.processes if each.pid == term.pid)
         assert terminated.wait(60) == 0
         processes.judge()
-
-
-@pytest.mark.chaos(engine="sqlite")
-def test_beats_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
-    with Crew(tmp_path, BEAT, 4, TTL_S=TRIAL_TTL_S) as processes:
-        processes.trouble(rounds=12)
 
 
 Make = Callable[..., LeaderScheduler]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +16,11 @@ from typer.testing import CliRunner as TyperRunner
 import doyen
 from doyen.errors import ConfigError
 from doyen.integrations.click import current_term, lead
-from framework_crew import PROMPT_S, TESTS, TRIAL_TTL_S, Crew
-
-PROGRAM = [sys.executable, str(TESTS / "click_program.py"), "--note", "payments"]
+from framework_crew import PROMPT_S, crew
 
 
-@pytest.mark.parametrize("library", ["typer"])
-def test_commands_are_handed_over(tmp_path: Path, library: str) -> None:
-    with Crew(tmp_path, PROGRAM, LIBRARY=library) as processes:
+def test_commands_are_handed_over(tmp_path: Path) -> None:
+    with crew("typer", tmp_path) as processes:
         term = processes.next_term()
         took_s, after = processes.hand_over(term)
         assert took_s < PROMPT_S
@@ -32,13 +28,6 @@ def test_commands_are_handed_over(tmp_path: Path, library: str) -> None:
         terminated = next(each for each in processes.processes if each.pid == term.pid)
         assert terminated.wait(60) == 128 + signal.SIGTERM
         processes.judge()
-
-
-@pytest.mark.chaos(engine="sqlite")
-@pytest.mark.parametrize("library", ["click", "typer"])
-def test_commands_that_are_frozen_killed_and_terminated(tmp_path: Path, library: str) -> None:
-    with Crew(tmp_path, PROGRAM, 4, LIBRARY=library, TTL_S=TRIAL_TTL_S) as processes:
-        processes.trouble(rounds=12)
 
 
 @pytest.fixture(autouse=True)

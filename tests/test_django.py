@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,12 @@ from doyen import Term
 from doyen.errors import ConfigError
 from doyen.integrations.django import Leadership, connect
 from doyen.integrations.django.databases import database_url
-from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from framework_crew import PROMPT_S, crew
 from support import until_blocking
-
-DJANGO = [sys.executable, "-m", "django"]
-LEAD = [*DJANGO, "lead", "--store-wait", "10s", "e", "work", "--note", "payments"]
-
-
-def crew(folder: Path, count: int = 2, **environ: str) -> Crew:
-    made = Crew(folder, LEAD, count, DJANGO_SETTINGS_MODULE="django_site.settings", **environ)
-    made.environ["DATABASE"] = str(folder / "db.sqlite3")
-    made.database = folder / "db.sqlite3.doyen"
-    return made
 
 
 def test_commands_are_led_by_one_process_and_handed_over(tmp_path: Path) -> None:
-    with crew(tmp_path) as processes:
+    with crew("django", tmp_path) as processes:
         term = processes.next_term()
         took_s, after = processes.hand_over(term)
         assert took_s < PROMPT_S
@@ -130,12 +119,6 @@ def test_a_failed_task_is_not_healthy(site: Path) -> None:
         until_blocking(lambda: leader.failure)
         response = leader.health(RequestFactory().get("/"))
         assert (response.status_code, b"ValueError" in response.content) == (503, True)
-
-
-@pytest.mark.chaos(engine="sqlite")
-def test_commands_on_processes_that_are_frozen_killed_and_terminated(tmp_path: Path) -> None:
-    with crew(tmp_path, 4, TTL_S=TRIAL_TTL_S) as processes:
-        processes.trouble(rounds=12)
 
 
 @pytest.mark.parametrize(

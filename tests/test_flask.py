@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,20 +13,12 @@ from flask import Flask
 import doyen
 from doyen import Term
 from doyen.integrations.flask import Leadership
-from framework_crew import PROMPT_S, TRIAL_TTL_S, Crew
+from framework_crew import PROMPT_S, crew
 from support import until_blocking
-
-GUNICORN = [sys.executable, "-m", "gunicorn", "--config", "python:gunicorn_hooks"]
-
-
-def crew(folder: Path, *options: str, **environ: str) -> Crew:
-    """One gunicorn with its workers."""
-    bind = ["--bind", f"unix:{folder}/socket", "--log-level", "critical"]
-    return Crew(folder, [*GUNICORN, *bind, *options, "flask_app:app"], 1, **environ)
 
 
 def test_workers_hand_over(tmp_path: Path) -> None:
-    with crew(tmp_path, "--preload") as workers:
+    with crew("flask", tmp_path) as workers:
         term = workers.next_term()
         took_s, after = workers.hand_over(term)
         assert took_s < PROMPT_S
@@ -40,13 +31,6 @@ def test_workers_hand_over(tmp_path: Path) -> None:
         master.terminate()
         assert master.wait(60) == 0
         assert workers.lines[-1][:3] == ("end", *after[1:3])
-
-
-@pytest.mark.chaos(engine="sqlite")
-@pytest.mark.parametrize("options", [["--preload"], ["--threads", "4"]])
-def test_workers_that_are_frozen_killed_and_terminated(tmp_path: Path, options: list[str]) -> None:
-    with crew(tmp_path, *options, TTL_S=TRIAL_TTL_S, WORKERS="4") as workers:
-        workers.trouble(rounds=12)
 
 
 @pytest.fixture

@@ -82,6 +82,21 @@ candidate = session.candidate(
 ).open()
 rest()
 """
+SCHEDULER = """
+from doyen.lease.lifetime import release_aside
+release_aside()
+lock = threading.Lock()
+def finish(term):
+    with lock:
+        say("ended")
+session = doyen.connect_blocking(STORE, **OPTIONS).open()
+session.candidate("e", on_elected=lambda term: say("leading"), on_lost=finish).open()
+while True:
+    with lock:
+        time.sleep(0.05)
+    time.sleep(0.01)
+"""
+"""What is to be finished waits for a lock of the main thread."""
 
 
 SHARDS = """
@@ -132,6 +147,7 @@ def events(audit: Path) -> list[str]:
         pytest.param(STUCK_LOOP, "resigned", id="stuck loop"),
         pytest.param(THREADS, "lost", id="threads"),
         pytest.param(CALLBACKS, "lost", id="callbacks"),
+        pytest.param(SCHEDULER, "lost", id="scheduler"),
     ],
 )
 def test_sigterm_releases_and_then_ends_the_process(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,21 @@ import doyen
 import servers
 from doyen.integrations.last_runs import LastRuns
 from doyen.integrations.rq import LeaderCronScheduler
-from framework_crew import PROMPT_S, TESTS, TRIAL_TTL_S, Crew
-
-PROGRAM = [sys.executable, str(TESTS / "rq_program.py")]
+from framework_crew import PROMPT_S, crew
 
 
 def test_schedulers_are_handed_over(tmp_path: Path, redis: servers.Redis) -> None:
-    with Crew(tmp_path, PROGRAM, REDIS_PORT=str(redis.port)) as processes:
+    with crew("rq", tmp_path, REDIS_PORT=str(redis.port)) as processes:
         term = processes.next_term()
-        took_s, _ = processes.hand_over(term)
+        took_s, after = processes.hand_over(term)
         assert took_s < PROMPT_S
+        assert processes.ended_before(term, after)
         terminated = next(each for each in processes.processes if each.pid == term.pid)
         assert terminated.wait(60) == 0
         processes.judge()
         # At most one job for each second.
         times = [line.at for line in processes.lines if line.what == "work"]
         assert all(later - at > 0.5 for at, later in itertools.pairwise(times))
-
-
-@pytest.mark.chaos(engine="sqlite")
-def test_schedulers_that_are_frozen_killed_and_terminated(
-    tmp_path: Path, redis: servers.Redis
-) -> None:
-    with Crew(tmp_path, PROGRAM, 4, REDIS_PORT=str(redis.port), TTL_S=TRIAL_TTL_S) as processes:
-        processes.trouble(rounds=12)
 
 
 def test_a_leader_goes_on_where_the_last_one_stopped(

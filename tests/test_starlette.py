@@ -6,12 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -36,6 +32,7 @@ from doyen.integrations.starlette import Leadership
 from doyen.testing.faults import Faults
 from forward_kit import SECRET, Pool, call, http_scope
 from forward_peers import free_ports
+from framework_crew import PROMPT_S, crew
 from support import (
     STOP_BUDGET_S,
     TTL_S,
@@ -508,50 +505,27 @@ def get(port: int, path: str) -> int:
 
 
 def test_leaders_on_uvicorn_are_killed_terminated_and_fail(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger"
-    ledger.touch()
-    environment = {**os.environ, "STORE": f"sqlite://{tmp_path}/doyen.db", "LEDGER": str(ledger)}
-    command = [sys.executable, "-m", "uvicorn", "--factory", "starlette_app:served"]
-    command += ["--log-level", "critical"]
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    ports: dict[int, int] = {}
-
-    def terms() -> list[tuple[int, int, float]]:
-        lines = [line.split() for line in ledger.read_text().splitlines()]
-        return [(int(token), int(pid), float(at)) for token, pid, at in lines if at]
-
-    with contextlib.ExitStack() as ends:
-        for port in free_ports(3):
-            process = subprocess.Popen(
-                [*command, "--port", str(port)],
-                cwd=Path(__file__).parent,
-                env=environment,
-                stderr=subprocess.DEVNULL,
-            )
-            ends.callback(process.wait)
-            ends.callback(process.kill)
-            processes[process.pid], ports[process.pid] = process, port
+    with contextlib.ExitStack() as ends, crew("starlette", tmp_path, 0) as crewed:
+        ports = {crewed.start("--port", str(port)).pid: port for port in free_ports(3)}
+        processes = {each.pid: each for each in crewed.processes}
         until_blocking(
             lambda: all(get(port, "/token") in (200, 503) for port in ports.values()), within_s=60
         )
         until_blocking(lambda: [get(port, "/token") for port in ports.values()].count(200) == 1)
-        killed = terms()[0][1]
-        processes[killed].kill()
-        until_blocking(lambda: len(terms()) == 2)
-        terminated = terms()[1][1]
-        until_blocking(lambda: get(ports[terminated], "/token") == 200)
+        killed = crewed.next_term()
+        crewed.signal(killed, signal.SIGKILL)
+        terminated = crewed.next_term(killed)
+        port = ports[terminated.pid]
+        until_blocking(lambda: get(port, "/token") == 200)
         # Servers end requests before the lifespan. This one lasts as long as the term.
-        hanging = ends.enter_context(ThreadPoolExecutor()).submit(get, ports[terminated], "/hang")
-        until_blocking(lambda: get(ports[terminated], "/hangs") == 200)
-        at = time.monotonic()
-        processes[terminated].send_signal(signal.SIGTERM)
-        until_blocking(lambda: len(terms()) == 3)
-        assert terms()[2][2] - at < 5  # the lease lasts for 10 s; the figure is in the documents
+        hanging = ends.enter_context(ThreadPoolExecutor()).submit(get, port, "/hang")
+        until_blocking(lambda: get(port, "/hangs") == 200)
+        took_s, failed = crewed.hand_over(terminated)
+        assert took_s < PROMPT_S
+        assert crewed.ended_before(terminated, failed)
         assert hanging.result() == 200
-        failed = terms()[2][1]
-        assert get(ports[failed], "/fail") == 200
-        assert processes[terminated].wait(20) in (0, -signal.SIGTERM)
-        assert processes[failed].wait(20) in (0, -signal.SIGTERM)
-        assert {killed, terminated, failed} == {*processes}
-        tokens = [token for token, _, _ in terms()]
-        assert tokens == sorted({*tokens})
+        assert get(ports[failed.pid], "/fail") == 200
+        for term in (terminated, failed):
+            assert processes[term.pid].wait(20) in (0, -signal.SIGTERM)
+        assert {killed.pid, terminated.pid, failed.pid} == {*processes}
+        crewed.judge()

@@ -23,7 +23,8 @@
   takes over, and campaigns no more; `failure` tells. With `on_failure="exit"` the process ends as
   on SIGTERM.
 - SIGTERM releases the term at once, before a handler of the server is called, which may wait for
-  requests first. Without a handler, `doyen.lease.lifetime` does it.
+  requests first. Without a handler, `doyen.lease.lifetime` does it while the main thread runs on,
+  and the process ends then.
 
 Imports the session, terms and the standard library.
 """
@@ -46,6 +47,7 @@ from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.errors import ConfigError, LeadershipLost, SessionClosed, StaleToken
 from doyen.events.log_lines import log_line
 from doyen.integrations.signals import release_on_sigterm
+from doyen.lease.lifetime import release_aside
 from doyen.term import Term
 
 __all__ = ["BackgroundLeadership", "Work", "all_made", "close_all", "open_all"]
@@ -237,6 +239,7 @@ class _Life:
             owner.election, on_elected=self._begin, on_lost=self._end, **owner._options
         )
         self._restore = release_on_sigterm(server_handler, lambda: self._asked.put(None))
+        release_aside()
         name = f"closes-{owner.election}"
         self._closer = threading.Thread(target=self._close_when_asked, name=name, daemon=True)
         self._closer.start()

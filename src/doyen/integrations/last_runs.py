@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+import doyen.manage.config_session  # noqa: F401 - loaded now, and not when a successor takes over
 from doyen.blocking import BlockingSession
 from doyen.errors import BadDocument, Conflict, DoyenError
 from doyen.events.log_lines import log_line

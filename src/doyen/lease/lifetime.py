@@ -16,6 +16,9 @@ just be ended by it:
 - Bodies on other threads are lost, and have their stop budget to end.
 - The records of suspended bodies are deleted last, when every sink has its events, because threads
   that the program has started by itself run on until the process ends.
+- A process whose work is on other threads may ask for the main thread to run on meanwhile
+  (`release_aside`), because that work may wait for what the main thread has, such as a lock of a
+  scheduler. This is not done while a body is on the main thread.
 - Nothing is released in the child of a fork. There, the default for SIGTERM is restored.
 
 The handler takes no lock, because the code that it interrupts may hold it. It posts the release to
@@ -28,9 +31,11 @@ import asyncio
 import atexit
 import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,11 +48,13 @@ from doyen.lease.runtime import ThreadRuntime
 from doyen.term import Term
 from doyen.term import forked as term_forked
 
-__all__ = ["body_begins", "body_ended", "ends_process", "track", "untrack"]
+__all__ = ["body_begins", "body_ended", "ends_process", "release_aside", "track", "untrack"]
 
 ENDING = "the process is ending"
 WORKERS_PAUSE_S = 0.002
 """How often pools of threads are looked at."""
+END_PAUSE_S = 0.05
+"""How often the main thread is asked to end the process."""
 DELIVERY_S = 0.5
 """How long records are kept for sinks to receive the last events."""
 FLUSH_S = 1.5
@@ -71,6 +78,10 @@ _released: dict[SessionCore, bool] = {}
 uses them: then the code of their bodies runs there."""
 _bodies: dict[Term, _Body] = {}
 _hooks_installed = False
+_terminated = False
+"""SIGTERM has come."""
+_aside: queue.SimpleQueue[None] | None = None
+"""Asks a thread to release all sessions and to end the process."""
 _kept_after_fork: list[object] = []
 
 
@@ -114,10 +125,41 @@ def body_ended(term: Term) -> None:
     _bodies.pop(term, None)
 
 
-def _terminate(signum: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def release_aside() -> None:
+    """From now on SIGTERM leaves the main thread running while sessions are released, unless a
+    body is on it."""
+    global _aside
+    if _aside is None:
+        _aside = queue.SimpleQueue()
+        threading.Thread(
+            target=_release_when_asked, args=[_aside], name="doyen-release", daemon=True
+        ).start()
+
+
+def _release_when_asked(asked: queue.SimpleQueue[None]) -> None:
+    asked.get()
     release(promptly=True)
+    while True:  # a signal that comes just before a blocking call has no effect until its end
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        time.sleep(END_PAUSE_S)
+
+
+def _terminate(signum: int, frame: object) -> None:
+    global _terminated
+    again, _terminated = _terminated, True
+    if _aside is not None and not again and not _bodies_on_main_thread():
+        _aside.put(None)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not again:
+        release(promptly=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _bodies_on_main_thread() -> bool:
+    return any(each.on_main_thread for each in [*_bodies.values()]) or any(
+        on_main_thread and core.leases.bodies for core, on_main_thread in [*_released.items()]
+    )
 
 
 def _at_exit() -> None:
@@ -220,8 +262,8 @@ def pools_at_work() -> bool:
     """Whether a thread of a pool, of `concurrent.futures` (which `asyncio.to_thread` uses) or of
     anyio, is executing a call, or has one to execute."""
     pool = sys.modules.get("concurrent.futures.thread")
-    for thread, queue in list(getattr(pool, "_threads_queues", {}).items()):
-        if thread.is_alive() and not queue.empty():
+    for thread, calls in list(getattr(pool, "_threads_queues", {}).items()):
+        if thread.is_alive() and not calls.empty():
             return True
     return any(map(_executes, sys._current_frames().values()))
 
@@ -256,6 +298,8 @@ def _restore_default() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _terminated, _aside
+    _terminated, _aside = False, None
     ThreadRuntime.forked()
     term_forked()
     _restore_default()
