@@ -9,6 +9,7 @@ them have a leader again soon after it is back.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +23,8 @@ import servers
 from contest import ELECTION, Contest, now
 from doyen.events import Elected, Granted, Lost, Record, Waiting
 from servers import wire
+from servers.janitor import family_of
+from stalls import Waits, stalled_s, waits_of
 from support import until
 
 pytestmark = pytest.mark.chaos
@@ -135,14 +138,9 @@ def test_a_failover_costs_the_same_however_many_wait(name: str, tmp_path: Path) 
     assert abs(many - few) <= 20, f"{few} requests with 10 waiting, {many} with 1000"
 
 
-def kept_waiting_s() -> float:
-    """How long doyen's thread has waited for a processor so far. Durations can be measured only on
-    a machine that is otherwise idle."""
-    waits = [
-        int(each.read_text().split()[1]) / 1e9
-        for each in Path("/proc/self/task").glob("*/schedstat")
-    ]
-    return max(waits, default=0.0)
+def waits(server: servers.Server) -> list[Waits]:
+    """How long this process and the server have waited for a processor so far."""
+    return [waits_of([os.getpid()]), waits_of(family_of(server.pid))]
 
 
 class Elections:
@@ -188,29 +186,30 @@ def test_five_thousand_elections_outlive_an_outage(name: str) -> None:
                 await elections.settled.wait()
             took_s = now() - began
             if name == "etcd":
-                # One each, unless the machine was so busy that the lease was lost meanwhile.
+                # One stream, and few more if the machine was so busy that an answer was late or
+                # the lease was lost.
                 assert etcd_calls(server, "LeaseGrant") == len(elections.leases)
-                assert etcd_calls(server, "LeaseKeepAlive") <= len(elections.leases)
+                assert etcd_calls(server, "LeaseKeepAlive") <= 3 * len(elections.leases)
             await asyncio.to_thread(server.kill)
             await asyncio.sleep(OUTAGE_S)
-            assert not elections.leading
+            await until(lambda: not elections.leading, PATIENCE_S)
             await asyncio.to_thread(server.start)
-            back, kept_waiting = now(), kept_waiting_s()
+            back, before = now(), waits(server)
             async with asyncio.timeout(PATIENCE_S):
                 await elections.settled.wait()
-            settled_s, kept_waiting = now() - back, kept_waiting_s() - kept_waiting
+            settled_s = now() - back
+            # Without the time in which other programs had the processor.
+            measured_s = settled_s - stalled_s(before, waits(server))
             leases = len(elections.leases)
             for task in leading:
                 task.cancel()
             await asyncio.wait(leading)
         figures = (
             f"{name}: {ELECTIONS} elections in {took_s:.1f} s; settled {settled_s:.1f} s after the"
-            f" outage, {leases} leases, and others had the processor for {kept_waiting:.1f} s of it"
+            f" outage, {measured_s:.1f} s without waiting for a processor, {leases} leases"
         )
         print(figures)
-        if settled_s > SETTLED_WITHIN_S and kept_waiting > settled_s / 10:
-            pytest.skip(f"all is led again, but how soon says nothing here: {figures}")
-        assert settled_s <= SETTLED_WITHIN_S
+        assert measured_s <= SETTLED_WITHIN_S, figures
 
     with KINDS[name].start() as server:
         asyncio.run(main(server))
