@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import doyen
 import story
 from doyen.cli import main
 from doyen.election.leader import Leading
@@ -33,6 +35,7 @@ from doyen.lab.scenarios.logs import (
     vote_without_log,
     votes_too_early,
 )
+from doyen.lab.scenarios.store_world import StoreWorld, run_store_world
 from doyen.lab.scenarios.transcript import Transcript
 from doyen.manage import roster
 from doyen.manage.config import ConfigStore
@@ -271,3 +274,23 @@ def test_the_facts_fail_if_a_rule_of_the_product_is_broken(
 ) -> None:
     broken(monkeypatch)
     assert not run_scenario(name).ok
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_in_a_process_fails_its_scenario(late: bool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("in the process")
+
+    async def run(session: doyen.Session) -> None:
+        if late:
+            asyncio.get_running_loop().call_later(1, fail)
+            await asyncio.Event().wait()
+        fail()
+
+    async def main(world: StoreWorld) -> None:
+        world.start("server1", run)
+        await asyncio.sleep(2)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        run_store_world(Transcript(), main)
+    assert "in the process" in repr(failed.value)

@@ -217,8 +217,14 @@ def _make_task(loop: Any, coro: Any, *, context: Context | None = None) -> async
     if process is not None:
         process.tasks.append(task)
         if len(process.tasks) > 512:
-            process.tasks = [each for each in process.tasks if not each.done()]
+            process.tasks = [each for each in process.tasks if not each.done() or is_unheard(each)]
     return task
+
+
+def is_unheard(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has failed and nobody has asked for its outcome yet. asyncio logs such tasks
+    when they are collected, and has no public way to find them before."""
+    return task.done() and bool(task._log_traceback)
 
 
 class SimulatedConnection(asyncio.Transport):

@@ -19,7 +19,7 @@ from doyen.election.options import SessionSettings
 from doyen.errors import DoyenError
 from doyen.events import Elected, Lost, Record, Resigned
 from doyen.lab.observer import WorldObserver
-from doyen.lab.processes import LabLoop, Process, quiet
+from doyen.lab.processes import LabLoop, Process, is_unheard, quiet
 from doyen.lab.scenarios.transcript import Transcript
 from doyen.lease.clock import Clock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
@@ -88,6 +88,11 @@ class StoreWorld:
         self.title = ""
         """What distinguishes it from the other worlds of its scenario, if there are several."""
         self.observer: WorldObserver | None = None
+        self._unhandled: list[BaseException | None] = []
+        """What callbacks have raised."""
+        loop.set_exception_handler(
+            lambda _, context: self._unhandled.append(context.get("exception"))
+        )
         transcript.opened(self)
 
     @property
@@ -150,18 +155,24 @@ class StoreWorld:
                     self.observer.term_changed(name, None, election=election)
 
     async def close(self) -> None:
-        """End all processes, including killed and paused ones."""
+        """End all processes, including killed and paused ones. Raises what their tasks and
+        callbacks raised and nobody has handled: a scenario with such an error shows nothing."""
         self.transcript.closed(self)
         self.observer = None
         self.loop.after_turn = lambda: None
         self.server.on_put.clear()
-        tasks = []
         for participant in self._started:
             participant.release()
-            tasks += [task for task in participant.tasks if not task.done()]
-        for task in tasks:
+        tasks = [task for participant in self._started for task in participant.tasks]
+        ended = [task for task in tasks if task.done()]
+        running = [task for task in tasks if not task.done()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+        outcomes += [*self._unhandled, *(each.exception() for each in ended if is_unheard(each))]
+        errors = [each for each in outcomes if isinstance(each, Exception)]
+        if errors:
+            raise ExceptionGroup("processes of this scenario failed", errors)
 
 
 class Participant(Process):
