@@ -21,8 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from doyen.errors import LeadershipLost
+from doyen.errors import GuardFailed, LeadershipLost
 from doyen.supervise import Supervisor
+from doyen.supervise.guard import EXTEND
 from doyen.term import Term
 from stamps import PATIENCE_S, PYTHON, Stamps, now, until
 
@@ -311,6 +312,25 @@ async def test_the_guard_is_frozen_and_leadership_lost(stamps: Callable[..., Sta
         await cancel(body)
         assert not work.any_alive()
     assert lost_at + 1.0 > work.last()
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_frozen_guard_that_does_not_start_the_command_is_replaced(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room in its socket, and without."""
+    monkeypatch.setattr("doyen.supervise.START_WITHIN_S", 60.0 if full else 0.2)
+    async with Supervisor(["true"]) as supervisor:
+        term = Tenure()
+        assert await supervisor.run(term) == 0
+        assert supervisor._guard is not None
+        os.kill(supervisor._guard.pid, signal.SIGSTOP)
+        while full and supervisor._send(EXTEND, valid_until=term.valid_until):
+            pass
+        reason = "reads no messages" if full else "within 0.2 s"
+        with pytest.raises(GuardFailed, match=reason):
+            await supervisor.run(term)
+        assert await supervisor.run(term) == 0
 
 
 class Host:

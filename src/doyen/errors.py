@@ -12,6 +12,7 @@
     ├── BadDocument            a document in the store cannot be read, or fails its type
     ├── NotApplied             the configuration was written, and not all subscribers applied it
     ├── CommandFailed          a state machine raised an error, the same on every node
+    ├── GuardFailed            the process that runs a command for a term did not start it
     ├── LeadershipLost         the term ended before its body did
     ├── StaleToken             a fenced resource refused the token of an earlier term
     ├── StaleMap               a request was routed by an older map of shards than the owner's
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "DoyenError",
+    "GuardFailed",
     "LeadershipLost",
     "LeaseGone",
     "NameTaken",
@@ -130,6 +132,10 @@ class NotApplied(DoyenError):
 
 class CommandFailed(DoyenError):
     """The command was committed, and the state machine raised an error, the same on every node."""
+
+
+class GuardFailed(DoyenError):
+    """The guard process of a `Supervisor` did not start the command in time."""
 
 
 class LeadershipLost(DoyenError):

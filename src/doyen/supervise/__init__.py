@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from doyen._waiting import outlast, retrieve, shared
-from doyen.errors import LeadershipLost
+from doyen.errors import GuardFailed, LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.supervise import guard
 from doyen.term import Term, TermState
@@ -45,6 +45,8 @@ GRACE_SHARE = 0.7
 """From SIGTERM to SIGKILL, as a share of the stop budget."""
 TAKEOVER_SHARE = 0.85
 """When the guard is killed if it has not reported the end by then, as a share of the same."""
+START_WITHIN_S = 10.0
+"""How long the guard may take to start the command. It needs milliseconds, unless it is frozen."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +58,8 @@ class _Run:
     ended: asyncio.Future[int]
     awaited: bool = True
     """Somebody waits for its end in `Supervisor.run`."""
+    unstarted: str = ""
+    """Why the guard, which was killed for that, has not started the command."""
 
 
 class Supervisor:
@@ -81,6 +85,7 @@ class Supervisor:
         self._run: _Run | None = None
         self._term: Term | None = None
         self._takeover: asyncio.TimerHandle | None = None
+        self._starting: asyncio.TimerHandle | None = None
         self._killing: asyncio.Task[None] | None = None
         self._sees_trees = False
         self._unrelated: frozenset[int] = frozenset()
@@ -118,6 +123,7 @@ class Supervisor:
         When the command ends by itself, the processes that it has started are ended too. When this
         is cancelled, which is how a term's body is notified of a loss, it stops the command before
         it raises. If the guard has stopped the command before that, `LeadershipLost` is raised.
+        `GuardFailed` is raised if the guard does not start the command within 10 s.
         """
         if self.running:
             raise RuntimeError("the command is running already")
@@ -131,7 +137,7 @@ class Supervisor:
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         run = self._run = _Run(term, term.run_begins(), ended)
         proof = term.proof()
-        self._send(
+        sent = self._send(
             guard.START,
             term.token,
             valid_until=term.valid_until,
@@ -141,6 +147,7 @@ class Supervisor:
         )
         for descriptor in proof:  # the guard has copies of its own
             os.close(descriptor)
+        self._expect_start(run, START_WITHIN_S if sent else 0.0)
         try:
             return await shared(ended)
         except BaseException as error:
@@ -155,6 +162,21 @@ class Supervisor:
                 self._run = None
             else:
                 run.awaited = False
+
+    def _expect_start(self, run: _Run, within_s: float) -> None:
+        """Give up the guard unless it starts the command in time."""
+
+        def give_up() -> None:
+            if self._guard is not None and not run.ended.done():
+                run.unstarted = (
+                    f"the guard process {self._guard.pid} did not start the command"
+                    + (f" within {within_s:g} s" if within_s else ": it reads no messages")
+                    + ". It is frozen, or the machine is overloaded; it was killed, and the next"
+                    " run begins with another one"
+                )
+                self._guard.kill()
+
+        self._starting = asyncio.get_running_loop().call_later(within_s, give_up)
 
     def _stop(self, run: _Run) -> None:
         if not run.ended.done():
@@ -219,16 +241,19 @@ class Supervisor:
         grace_s: float = 0.0,
         proof: tuple[int, ...] = (),
         run: int = 0,
-    ) -> None:
+    ) -> bool:
+        """Send a message to the guard; whether it has room for it."""
         message = guard.FRAME.pack(what, number, valid_until, grace_s, run)
         try:
             with self._sending:
                 if self._connection is not None:
                     socket.send_fds(self._connection, [message], proof)
+            return True
         except OSError as error:
             # The guard has died, which `_receive` notices, or has been frozen for long. Then its
             # deadline stays, and the command is killed from here in time.
             log.debug("%s", log_line(event="guard_unreachable", message=what, error=error))
+            return False
 
     def _receive(self) -> None:
         assert self._connection is not None
@@ -247,20 +272,28 @@ class Supervisor:
             log.warning("%s", log_line(event="descendants_unknown", effect=effect))
         elif what == guard.STARTED:
             self._main = number
+            self._started()
         elif what == guard.ENDED:
             self._conclude(number)
         elif what == guard.EXPIRED:
             self._conclude(number, expired=True)
+
+    def _started(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
 
     def _conclude(self, status: int, *, expired: bool = False) -> None:
         """No process of the run is alive."""
         run = self._run
         if run is None or run.ended.done():
             return
+        self._started()
         if self._takeover is not None:
             self._takeover.cancel()
         run.term.run_ended(run.number)
-        if expired:
+        if run.unstarted:
+            run.ended.set_exception(GuardFailed(run.unstarted))
+        elif expired:
             reason = "the deadline passed, and the guard has stopped the command"
             run.ended.set_exception(LeadershipLost(reason))
         else:
