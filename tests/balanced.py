@@ -21,7 +21,7 @@ class Quiet(WSGIRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def main(url: str, name: str, port: str) -> None:
+def main(url: str, name: str, address: str, ttl_s: str) -> None:
     view = LeaderView("app")
     leader = LeaderRoute(view)
 
@@ -31,9 +31,10 @@ def main(url: str, name: str, port: str) -> None:
         start_response("200 OK", [("content-type", "text/plain")])
         return [name.encode()]
 
-    server = make_server("127.0.0.1", int(port), answer, Server, Quiet)
+    host, port = address.split(":")
+    server = make_server(host, int(port), answer, Server, Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with doyen.connect_blocking(url, ttl_s=5) as session:
+    with doyen.connect_blocking(url, ttl_s=float(ttl_s), wait_s=30) as session:
         for campaign in session.campaigns("app", name=name):
             with campaign as term, view.leading(term):
                 ended = threading.Event()

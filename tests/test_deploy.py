@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.request import urlopen
 
 import pytest
@@ -25,6 +26,9 @@ from candidates import Capture
 from doyen.cli import deploy, main, parsers, serve
 from doyen.cli.deploy import FILES, deployment
 from doyen.stores.port import StoreURL
+from frozen import freeze
+from servers.fetch import obtain
+from servers.haproxy import RECIPE as HAPROXY
 from servers.systemd import verify_units
 from support import until_blocking
 
@@ -80,58 +84,133 @@ def test_units_start_what_doyen_accepts(name: str) -> None:
     assert unit["Service"]["Type"] == "notify"
 
 
-class Hosts:
-    """Two processes that campaign for `app`, with their ports."""
+class Balanced:
+    """Processes that campaign for `app`, behind HAProxy on a local store."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ttl_s: float) -> None:
         self.url = url
-        self.ports = {name: servers.free_port() for name in ("app1", "app2")}
+        addresses = {name: f"127.0.0.1:{servers.free_port()}" for name in ("app1", "app2")}
         self.processes = {
-            name: subprocess.Popen([sys.executable, "tests/balanced.py", url, name, str(port)])
-            for name, port in self.ports.items()
+            name: subprocess.Popen(application(url, name, address, ttl_s))
+            for name, address in addresses.items()
         }
+        self._haproxy = servers.HAProxy(balancer(addresses).replace("500ms", "50ms"))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        self._haproxy.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()
+        self._haproxy.__exit__()
+
+    def served_by(self) -> str | None:
+        """Which process answers a request."""
+        try:
+            with urlopen(self._haproxy.url, timeout=10) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return None
+
+    def followed(self, after: str = "") -> str:
+        """The leader, another one than `after`, once it serves the requests."""
+        with doyen.connect_blocking(self.url) as session:
+
+            def leader() -> str | None:
+                found = session.leader("app")
+                return found.name if found else None
+
+            until_blocking(lambda: leader() not in (None, after) and self.served_by() == leader())
+            until_blocking(lambda: after or len(session.line("app")) == 2)
+            found = leader()
+            assert found is not None
+            return found
 
 
-@pytest.fixture
-def hosts(store: str) -> Iterator[Hosts]:
-    hosts = Hosts(store)
-    yield hosts
-    hosts.close()
+def application(url: str, name: str, address: str, ttl_s: float) -> list[str]:
+    """The command of a process behind HAProxy."""
+    return [sys.executable, "tests/balanced.py", url, name, address, str(ttl_s)]
 
 
-def test_haproxy_follows_the_leader(hosts: Hosts) -> None:
+def balancer(addresses: dict[str, str]) -> str:
+    """The configuration that is shipped, with these servers."""
+    lines = re.sub(r"\n    server app\d .*", "", deployment("haproxy.cfg", PROGRAM))
+    return lines + "".join(f"    server {name} {at}\n" for name, at in addresses.items())
+
+
+def test_haproxy_follows_the_leader(store: str) -> None:
     """It is killed, and the requests go to the next one."""
-    lines = deployment("haproxy.cfg", PROGRAM)
-    lines = re.sub(r"\n    server app\d .*", "", lines)
-    for name, port in hosts.ports.items():
-        lines += f"    server {name} 127.0.0.1:{port}\n"
-    with (
-        doyen.connect_blocking(hosts.url) as session,
-        servers.HAProxy(lines.replace("500ms", "50ms")) as haproxy,
-    ):
+    with Balanced(store, ttl_s=5) as balanced:
+        first = balanced.followed()
+        balanced.processes[first].kill()
+        balanced.followed(after=first)
 
-        def served_by() -> str | None:
-            try:
-                with urlopen(haproxy.url, timeout=10) as answer:
-                    return str(answer.read().decode())
-            except OSError:
-                return None
 
-        def leader() -> str | None:
-            found = session.leader("app")
-            return found.name if found else None
+@pytest.mark.chaos(engine="sqlite")
+def test_haproxy_leaves_a_frozen_leader(store: str) -> None:
+    """Also when it goes on: it finds its term over, and answers that it does not lead."""
+    with Balanced(store, ttl_s=4) as balanced:
+        leader = balanced.followed()
+        for _ in range(5):
+            frozen, process = leader, balanced.processes[leader]
+            freeze(process.pid, store.removeprefix("sqlite://"))
+            leader = balanced.followed(after=frozen)
+            process.send_signal(signal.SIGCONT)
+            with doyen.connect_blocking(store) as session:
+                until_blocking(lambda: len(session.line("app")) == 2)
+                answers = [balanced.served_by() for _ in range(20)]
+            assert {*answers} <= {leader, None}
 
-        until_blocking(lambda: leader() is not None and served_by() == leader())
-        first = leader()
-        assert first is not None
-        until_blocking(lambda: len(session.line("app")) == 2)
-        hosts.processes[first].kill()
-        until_blocking(lambda: leader() not in (None, first) and served_by() == leader())
+
+ASK = """
+import urllib.request
+try:
+    print(urllib.request.urlopen("http://127.0.0.1:8000", timeout=10).read().decode())
+except OSError:
+    print("nobody")
+"""
+
+
+@pytest.mark.chaos(engine="quorum")
+def test_haproxy_leaves_a_leader_whose_host_is_cut_off(tmp_path: Path) -> None:
+    """HAProxy, the store and two applications, each on a host of its own."""
+    haproxy, configuration = obtain(HAPROXY), tmp_path / "haproxy.cfg"
+    with servers.Lan("app1", "app2", "store", "proxy") as lan, ExitStack() as ends:
+
+        def start(host: str, command: list[str], **environ: str) -> None:
+            process = subprocess.Popen([*lan.inside(host), *command], env={**os.environ, **environ})
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+
+        def served_by() -> str:
+            ask = [*lan.inside("proxy"), sys.executable, "-S", "-c", ASK]
+            return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+
+        serve = [sys.executable, "-m", "doyen", "serve", "--id", "n1", "--found"]
+        node = f"{lan.address('store')}:7878"
+        secret = tmp_path / "secret"
+        secret.write_text("a secret of the nodes")
+        serve += ["--peers", f"n1={node}", "--data-dir", str(tmp_path / "n1")]
+        start("store", [*serve, "--secret-file", str(secret), "--peer-secret-file", str(secret)])
+        addresses = {name: f"{lan.address(name)}:8000" for name in ("app1", "app2")}
+        for name, address in addresses.items():
+            url = f"doyen://a%20secret%20of%20the%20nodes@{node}"
+            start(name, application(url, name, address, ttl_s=4))
+        configuration.write_text(balancer(addresses))
+        start(
+            "proxy", [str(haproxy.path), "-db", "-f", str(configuration)], **haproxy.environment()
+        )
+        until_blocking(lambda: served_by() in addresses, PATIENCE_S)
+        leader = served_by()
+        for _ in range(4):
+            (other,) = {*addresses} - {leader}
+            lan.part([leader], [other, "store", "proxy"])
+            until_blocking(partial(lambda other: served_by() == other, other), PATIENCE_S)
+            lan.heal()
+            assert {served_by() for _ in range(20)} <= {other, "nobody"}
+            leader = other
 
 
 def test_supervisord_runs_the_command_at_the_leader(tmp_path: Path, store: str) -> None:
