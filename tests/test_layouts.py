@@ -6,26 +6,26 @@ import asyncio
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kazoo.client import KazooClient
 
 import doyen
 from doyen.audit import verify
 from doyen.cli import main
 from doyen.events import ForeignLeader, Record
 from etcd_door import doors
-from fixtures import shared
 from foreign import BODY, ForeignCandidate
-from servers import Etcd
 from servers.etcd import ETCDCTL
 from servers.fetch import obtain
 from support import lead_until_set, until
 
 PATIENCE_S = 60.0
+LONG = pytest.mark.chaos
 
 
 class Others(ABC):
@@ -81,7 +81,33 @@ class Etcdctl(Others):
         return self.run("lock", "--ttl=2", name, "--", "sh", "-c", BODY)
 
 
-etcd = shared(Etcd)
+class Kazoo(Others):
+    """kazoo's `Election`, in a process of its own."""
+
+    shown = "theirs"
+    PROGRAM = """
+import sys, time
+from kazoo.client import KazooClient
+
+def lead():
+    print("leads", flush=True)
+    time.sleep(1000)
+
+client = KazooClient(sys.argv[1], timeout=2)
+client.start()
+try:
+    client.Election(sys.argv[2], "theirs").run(lead)
+except KeyboardInterrupt:
+    client.stop()
+"""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.url = f"zookeeper://{address}/app?layout=kazoo"
+        self._address = address
+
+    def command(self, name: str) -> ForeignCandidate:
+        return ForeignCandidate([sys.executable, "-c", self.PROGRAM, f"{self._address}/app", name])
 
 
 @asynccontextmanager
@@ -94,7 +120,8 @@ async def others_on(engine: str, request: pytest.FixtureRequest) -> AsyncIterato
             finally:
                 others.close()
         return
-    others = Etcdctl(request.getfixturevalue("etcd").address)
+    kinds: dict[str, Callable[[str], Others]] = {"etcd": Etcdctl, "zookeeper": Kazoo}
+    others = kinds[engine](request.getfixturevalue(engine).address)
     try:
         yield others
     finally:
@@ -164,7 +191,8 @@ async def test_etcdctl_elect_and_doyen_see_each_other(
         assert first.token < leader.token < second.token
 
 
-@pytest.mark.parametrize("engine", ["etcd"])
+@LONG
+@pytest.mark.parametrize("engine", ["etcd", "zookeeper"])
 async def test_whoever_is_killed_the_other_follows(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -186,7 +214,7 @@ async def test_whoever_is_killed_the_other_follows(
         assert first.token < second.token < third.token
 
 
-@pytest.mark.parametrize("engine", ["etcd"])
+@pytest.mark.parametrize("engine", ["etcd", "zookeeper"])
 async def test_a_lock_is_the_same_line(engine: str, request: pytest.FixtureRequest) -> None:
     async with others_on(engine, request) as others, session(others) as ours:
         theirs = others.candidate("locked")
@@ -225,7 +253,7 @@ async def test_what_a_layout_cannot_carry_is_refused(
             await ours.inventory("elections")
 
 
-@pytest.mark.parametrize("engine", ["etcd"])
+@pytest.mark.parametrize("engine", ["etcd", pytest.param("zookeeper", marks=LONG)])
 async def test_doctor_and_verify_name_foreign_terms(
     engine: str,
     request: pytest.FixtureRequest,
@@ -258,3 +286,26 @@ async def test_doctor_and_verify_name_foreign_terms(
     assert f"of 'named' were foreign: {others.shown!r} (token {leader.token})" in (
         capsys.readouterr().out
     )
+
+
+async def test_kazoo_sees_ours_as_contenders(request: pytest.FixtureRequest) -> None:
+    async with others_on("zookeeper", request) as others, session(others) as ours:
+        client = KazooClient(f"{request.getfixturevalue('zookeeper').address}/app")
+        await asyncio.to_thread(client.start)
+        try:
+            lock = client.Lock("contended", "theirs")
+            async with ours.campaign("/contended", name="ours") as term:
+                assert await asyncio.to_thread(lock.contenders) == ["ours"]
+                assert not await asyncio.to_thread(lock.acquire, blocking=False)
+                with pytest.raises(doyen.StoreUnusable, match="changes of what a leader shows"):
+                    await term.publish({"proposal": "other"})
+            assert await asyncio.to_thread(lock.acquire)
+            leader = await leader_of(ours, "contended", foreign=True)
+            assert leader.name == "theirs"
+            assert leader.token > term.token
+            with pytest.raises(doyen.ConfigError, match="has no meta"):
+                async with ours.campaign("contended", meta={"port": 80}):
+                    raise AssertionError
+        finally:
+            await asyncio.to_thread(client.stop)
+            client.close()

@@ -101,11 +101,18 @@ def kazoo(monkeypatch: pytest.MonkeyPatch) -> Kazoo:
     return Kazoo(monkeypatch)
 
 
-def contest(kazoo: Kazoo, seed: int, steps: int = 40) -> ZooKeeperModel:
+def contest(
+    kazoo: Kazoo,
+    seed: int,
+    steps: int = 40,
+    *,
+    make: Callable[[WireWorld], ZooKeeperModel] = ZooKeeperModel,
+    options: str = "",
+) -> ZooKeeperModel:
     models: list[ZooKeeperModel] = []
 
     def build(world: WireWorld) -> ZooKeeperModel:
-        model = ZooKeeperModel(world)
+        model = make(world)
         trouble, end = world.trouble, world.end
 
         async def with_kazoo(candidates: int, steps: int) -> None:
@@ -122,7 +129,7 @@ def contest(kazoo: Kazoo, seed: int, steps: int = 40) -> ZooKeeperModel:
         return model
 
     try:
-        run_contest(seed, build, lambda host: f"zookeeper://{host}:1000", steps=steps)
+        run_contest(seed, build, lambda host: f"zookeeper://{host}:1000{options}", steps=steps)
     finally:
         kazoo.close()
     return models[0]

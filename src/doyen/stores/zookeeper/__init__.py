@@ -9,6 +9,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE &check_hostname=true
     ?connect_timeout_s=5                   deadline for a session to begin
     ?token_floor=N                         tokens begin above N; the same for all candidates
+    ?layout=kazoo                          stand in line with kazoo's Election and Lock
 
 A lease is a session; a ticket is an ephemeral sequential znode; the leader record is an ephemeral
 znode, and the number of the transaction that created it is the token. The parts:
@@ -18,6 +19,7 @@ znode, and the number of the transaction that created it is the token. The parts
     session     one session, for the store itself or as a lease; kazoo's errors as doyen's
     watches     watches that stay
     store       the port
+    recipes     the port in the layout of kazoo's recipes
     diagnosis   findings for `doyen doctor`
 
 The client library is kazoo, the extra `zookeeper`.
@@ -47,10 +49,11 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
     """Open the store at `url`: a session begins, and the chroot may be used."""
     url.refuse_unknown(
         *options.TLS_OPTIONS,
-        *("check_hostname", "sasl", *_SASL, "acl", "connect_timeout_s", "token_floor"),
+        *("check_hostname", "sasl", *_SASL, "acl", "connect_timeout_s", "token_floor", "layout"),
     )
     with options.requires("zookeeper", "kazoo"):
         from doyen.stores.zookeeper.connection import ZooKeeperAddress
+        from doyen.stores.zookeeper.recipes import KazooStore
         from doyen.stores.zookeeper.store import ZooKeeperStore
 
     user, password = options.login(url)
@@ -67,7 +70,8 @@ async def open_store(url: StoreURL, context: Context) -> ZooKeeperStore:
         digest=f"{user}:{password or ''}" if user and not sasl else "",
         sasl=sasl,
     )
-    store = ZooKeeperStore(
+    kind = KazooStore if options.choice(url, "layout", "", "", "kazoo") else ZooKeeperStore
+    store = kind(
         address,
         chroot=_chroot(url),
         private=acl == "creator",

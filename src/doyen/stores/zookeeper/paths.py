@@ -100,6 +100,10 @@ class Layout:
     def __init__(self, chroot: str) -> None:
         self.root = chroot
 
+    def is_ticket(self, name: str) -> bool:
+        """Whether the znode of this name is a ticket, which is not written again."""
+        return is_ticket(name)
+
     def lease(self, lease: str) -> str:
         return f"{self.root}/{_OURS}/{_LEASES}/{lease}"
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kazoo.exceptions import BadVersionError, NodeExistsError, NoNodeError
 from kazoo.protocol.serialization import (
@@ -86,11 +86,13 @@ class ZooKeeperStore(GuardedStore):
         value_limit="ZooKeeper's jute.maxbuffer",
     )
 
+    make_layout: ClassVar[type[Layout]] = Layout
+
     def __init__(
         self, address: ZooKeeperAddress, *, chroot: str, private: bool = False, token_floor: int = 0
     ) -> None:
         self._address = address
-        self._layout = Layout(chroot)
+        self._layout = self.make_layout(chroot)
         self._acl = CREATOR_ALL_ACL if private else OPEN_ACL_UNSAFE
         self._floor = token_floor
         self._leases: dict[str, LeaseSession] = {}
@@ -263,12 +265,7 @@ class ZooKeeperStore(GuardedStore):
         async with session.slots:
             path, stat = await self._create_ephemeral(session, stem, value, sequence=True)
         name = _split(path)[1]
-        if not is_ticket(name) or int(name[-10:]) >= _LAST_TICKET:
-            await session.send(Delete(path, -1))
-            raise StoreUnusable(
-                f"ZooKeeper has used up its numbers for tickets in {parent}: when the line is"
-                " empty, delete that znode, and the numbers begin anew"
-            )
+        await self._refuse_used_up(session, path)
         return self._entry_of(f"{line}/{name}", (value, stat))
 
     async def ahead(self, ticket: Entry) -> Entry | None:
@@ -353,19 +350,34 @@ class ZooKeeperStore(GuardedStore):
             except NoNodeError:
                 await self._ensure(session, parent)
             else:
-                if written.mzxid <= before:
-                    await session.send(Delete(path, -1))
-                    raise StoreUnusable(
-                        f"this ZooKeeper is at transaction {written.mzxid} and was at"
-                        f" {before} before: it was emptied or restored, and its tokens"
-                        " would be lower than those already given out. Set token_floor to the"
-                        " highest of those, for all candidates, and connect again"
-                    )
+                await self._refuse_restored(session, path, written.mzxid, before)
                 self._highest = max(self._highest, written.mzxid)
                 if ephemeral:
                     same = _Unchanged(CheckVersion(parent, written.version), 0, True)
                     self._created[path] = ((written.mzxid, 0), same)
                 return int(written.mzxid)
+
+    async def _refuse_used_up(self, session: ZooKeeperSession, path: str) -> None:
+        """Refuse a new ticket whose number is negative or close to the last."""
+        parent, name = _split(path)
+        if not self._layout.is_ticket(name) or not 0 <= int(name[-10:]) < _LAST_TICKET:
+            await session.send(Delete(path, -1))
+            raise StoreUnusable(
+                f"ZooKeeper has used up its numbers for tickets in {parent}: when the line is"
+                " empty, delete that znode, and the numbers begin anew"
+            )
+
+    async def _refuse_restored(
+        self, session: ZooKeeperSession, path: str, zxid: int, before: int
+    ) -> None:
+        """Refuse a new entry whose transaction is not later than one that was seen before it."""
+        if zxid <= before:
+            await session.send(Delete(path, -1))
+            raise StoreUnusable(
+                f"this ZooKeeper is at transaction {zxid} and was at {before} before: it was"
+                " emptied or restored, and its tokens would be lower than those already given out."
+                " Set token_floor to the highest of those, for all candidates, and connect again"
+            )
 
     async def _create_ephemeral(
         self, session: ZooKeeperSession, path: str, value: bytes = b"", *, sequence: bool = False

@@ -24,7 +24,7 @@ from kazoo.protocol.states import EventType
 from doyen._waiting import shared
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.kit.lifecycle import WatchHandle
-from doyen.stores.zookeeper.paths import Layout, is_ticket
+from doyen.stores.zookeeper.paths import Layout
 from doyen.stores.zookeeper.session import ZooKeeperSession
 
 __all__ = ["ZooKeeperWatches"]
@@ -114,7 +114,8 @@ class ZooKeeperWatches:
         for kind in _SPENT[event]:
             self._set.pop((kind, path), None)
         # A ticket's name is not used again, so a deleted one need not be watched again.
-        final = event == EventType.DELETED and is_ticket(path.rpartition("/")[2])
+        name = path.rpartition("/")[2]
+        final = event == EventType.DELETED and self.layout.is_ticket(name)
         for watch in list(self._by_path.get(path, ())):
             if final:
                 watch.notify()
@@ -197,7 +198,8 @@ class ScopeWatch(WatchHandle):
             exists(layout.leaf(self.scope)), layout.walk(self.scope, children)
         )
         # A ticket is never written again. Its parent's watch reports its creation and deletion.
-        paths = [each.path for each in leaves if not is_ticket(each.path.rpartition("/")[2])]
+        names = [(each.path, each.path.rpartition("/")[2]) for each in leaves]
+        paths = [path for path, name in names if not layout.is_ticket(name)]
         await asyncio.gather(*map(exists, paths))
         left, self._paths = self._paths - seen, seen
         self._leave(seen if self.closed else left)
