@@ -130,7 +130,7 @@ def record() -> list[Frame]:
             quorum=quorum,
         )
         stack.callback(cluster.stop)
-        controls = _Controls(cluster, "")
+        controls = _Controls(cluster, str)
         view = _ScreenView(controls, console)
         while not cluster.ready:
             cluster.tick()

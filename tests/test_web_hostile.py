@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from doyen.cli.list import as_dict, view
+from doyen.web import trail as trails
+from doyen.web.board import Board
 from doyen.web.observation import StoreObservation
+from doyen.web.terms import TERMS, ElectionRow
+from doyen.web.trail import AuditTrail, TrailReader
 from support import Place, until, virtual
 from test_web_hub import observed
 from test_web_server import client
@@ -128,3 +135,91 @@ async def test_whatever_stands_in_the_store_the_page_is_shown(place: Place) -> N
     json.dumps(as_dict(seen))
     for entry in [entry for key in VALUES for entry in place.server.list(key.partition("/")[0])]:
         place.server.delete(entry.key)
+
+
+STAMP = {"boot": "b", "pid": 1, "session": "s", "lease": "l", "election": "e", "name": "a"}
+
+
+def elected(token: Any, **changes: Any) -> bytes:
+    wall = 1000.0 + (token if isinstance(token, int) else 0)
+    line = {"event": "elected", "token": token, "at": 1.0, "wall": wall, **STAMP}
+    return json.dumps({**line, **changes}).encode() + b"\n"
+
+
+def resigned(token: int) -> bytes:
+    line = {"event": "resigned", "token": token, "at": 1.5, "wall": 1000.5 + token, **STAMP}
+    return json.dumps(line).encode() + b"\n"
+
+
+def shown(board: Board) -> list[int]:
+    row = board.rows["elections/e"]
+    strict(json.dumps(row.as_dict()).encode())
+    return [term.token for term in row.terms]
+
+
+@pytest.fixture
+def board() -> Board:
+    board = Board(lambda: 5000.0)
+    board.rows["elections/e"] = ElectionRow("elections", "e")
+    return board
+
+
+def test_a_damaged_log_is_read_as_far_as_it_is_sound(
+    tmp_path: Path, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trails, "PIECE", 4096)
+    damage = [
+        *RAW,
+        *(elected(9, wall=wall) for wall in (float("nan"), 1e999, 1e300, None, "x", [1])),
+        *(elected(token) for token in (1e999, 1.5, None, "9", True)),
+        elected(9, election=None)[:-30],
+        b"\0" * 20_000,
+        b'{"event":"leaseended","lease":"l","cause":"died","wall":NaN}',
+        b'{"event":"lost","election":"e","token":1,"wall":1,"at":NaN,"ended_at":"x"}',
+    ]
+    log = tmp_path / "log"
+    lines = [elected(1), resigned(1), *(each + b"\n" for each in damage), elected(2), resigned(2)]
+    log.write_bytes(b"".join(lines))
+    trail = AuditTrail([log], board)
+    for _ in range(40):
+        trail.read()
+    assert shown(board) == [1, 2]
+
+
+def test_a_log_that_is_replaced_or_cut_is_read_again(tmp_path: Path, board: Board) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(elected(1) + resigned(1))
+    said: dict[str, str] = {}
+    trail = AuditTrail(
+        [log],
+        board,
+        readable=lambda part: said.update({part: ""}),
+        failed=lambda part, error: said.update({part: str(error)}),
+    )
+    trail.read()
+    log.rename(tmp_path / "log.1")
+    trail.read()
+    assert "No such file" in said[f"the audit log {log}"]
+    log.write_bytes(elected(2) + resigned(2) + elected(3))
+    trail.read()
+    assert not any(said.values())
+    log.write_bytes(elected(4) + resigned(4))
+    trail.read()
+    assert shown(board) == [1, 2, 4], "the third has not ended, and the store does not have it"
+
+
+def test_what_is_kept_of_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trails, "KEPT", 10)
+    reader = TrailReader()
+    for token in range(1000):
+        reader.add(json.loads(elected(token)))
+    for number in range(100):
+        reader.add(json.loads(elected(number, election=f"e{number}", lease=f"l{number}")))
+    assert len(reader.terms) == 10
+    assert sum(map(len, reader._open.values())) == 10
+    for token in range(1000):
+        reader.add(json.loads(elected(token)))
+    assert len(reader.terms["elections/e"]) <= 2 * TERMS
+    assert sum(map(len, reader._open.values())) <= 2 * TERMS + 10
+    reader.add({"event": "leaseended", "lease": "l", "cause": "expired", "wall": 9000.0})
+    assert all(term.cause == "expired" for term in reader.terms["elections/e"].values())

@@ -538,3 +538,34 @@ def test_a_report_is_one_file_with_its_proof(
             page.keyboard.press("ArrowRight")
             expect(page.locator("#tip")).to_contain_text(re.compile("Nobody led for 2.0 s"))
         picture(page, f"report-{'disproved' if overlapping else 'proved'}")
+
+
+def test_a_report_of_damaged_times_and_one_of_a_flapping_election(
+    tmp_path: Path, browser: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clock that was never set, or a time that is damage, makes an axis of centuries; an election
+    that changed its leader 10,000 times is no more nodes than there are pixels."""
+
+    def line(event: str, token: int, wall: float, boot: str = "b") -> str:
+        term = {"election": "e", "name": f"s{token % 3}", "token": token, "lease": f"l{token}"}
+        times = {"at": float(token), "wall": wall, "valid_until": token + 5.0}
+        return json.dumps({"event": event, **term, **times, "boot": boot, "pid": 1, "session": "s"})
+
+    damaged = [line("elected", 1, 1.0), line("elected", 2, 9e14, "c")]
+    both = ("elected", "resigned")
+    flapping = [line(event, token, 1.7e9 + token) for token in range(1, 10_001) for event in both]
+    for name, lines in (("damaged", damaged), ("flapping", flapping)):
+        log, report = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.html"
+        log.write_text("".join(f"{each}\n" for each in lines))
+        main(["verify", str(log), "--html", str(report)])
+        capsys.readouterr()
+        with opened(browser, report.as_uri()) as page:
+            expect(page.locator(".lane .t").first).to_be_visible()
+            assert page.locator("#axis i").count() < 40
+            terms = page.locator(".lane .t").count()
+            assert terms < 2000
+            if name == "flapping":
+                assert terms > 200
+                for _ in range(9):
+                    page.locator("#in").click()
+                expect(page.locator(".lane .t")).to_have_count(20)

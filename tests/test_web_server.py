@@ -6,19 +6,21 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
 
 import doyen
 from doyen.cli.dash import _token
+from doyen.cli.up.page import ProcessPage
 from doyen.errors import ConfigError, OrderFailed
 from doyen.web.observation import StoreObservation
 from doyen.web.server import ASSETS, Access, make_app
-from doyen.web.serving import PageListener, listen, serve
+from doyen.web.serving import PageListener, PageThread, listen, serve
 from support import until
 
 TOKEN = "t" * 32
@@ -266,7 +268,14 @@ async def test_a_page_over_http_sees_a_term_and_transfers_it(store: str) -> None
                 assert killed.json() == {"done": "server1 was killed"}
                 wrong = await http.post("/api/act", json={"action": "kill", "process": "x"})
                 assert wrong.status_code == 409
-                for bad in ({"action": "none"}, {}, {"action": "resign"}, {"action": "move"}):
+                forged = {"action": "resign", "event": "x", "by": "nobody", "a\nb": 1}
+                for bad in (
+                    {"action": "none"},
+                    {},
+                    {"action": "resign"},
+                    {"action": "move"},
+                    forged,
+                ):
                     assert (await http.post("/api/act", json=bad)).status_code == 400
                 for task in standing:
                     task.cancel()
@@ -286,3 +295,27 @@ async def test_a_store_that_cannot_be_opened_is_shown_as_unreachable() -> None:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_page_of_processes_whose_terminal_has_stopped_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("doyen.cli.up.page.ACT_WITHIN_S", 0.01)
+    cluster = MagicMock(candidates=[], quorum=None)
+    page = ProcessPage(cluster)
+    with pytest.raises(OrderFailed, match="does not react; nothing was done"):
+        await page.act("kill", "server1")
+    page.tick()
+    cluster.kill.assert_not_called()
+
+
+def test_a_page_that_ends_is_noticed() -> None:
+    listener = listen("127.0.0.1:0")
+    thread = PageThread(lambda: StoreObservation("nosuch://x"), listener)
+    with listener.socket:
+        with suppress(ConfigError):  # at the start, or a moment later
+            thread.start()
+        thread._thread.join(30)
+    assert "the page has ended" in thread.address
+    assert "nosuch" in thread.address
+    thread.stop()

@@ -19,6 +19,8 @@ __all__ = ["ProcessControls", "act"]
 
 log = logging.getLogger("doyen")
 
+FIELDS = ("kind", "name", "to", "token", "set", "shard", "member", "process")
+"""What an action may name. It is logged."""
 ORDER_WAIT_S = 10.0
 SHARD_WAIT_S = 60.0
 
@@ -40,7 +42,7 @@ async def act(
 ) -> str:
     """Carry out one action, and say what was done. Raises a `DoyenError` if that failed."""
     action = _text(asked, "action")
-    fields = {name: str(value)[:200] for name, value in asked.items() if name != "action"}
+    fields = {name: str(asked[name])[:200] for name in FIELDS if name in asked}
     log.info("%s", log_line(event="action", action=action, by=by, **fields))
     match action:
         case "resign":

@@ -88,7 +88,7 @@ class WatchedScope:
 
 @dataclass(slots=True)
 class PartHealth:
-    """Whether a part of the page can be read: the list of elections, a panel."""
+    """Whether a part of the page can be read: the list of elections, a panel, an audit log."""
 
     read_at: float | None = None
     """When it was last read completely, on the wall clock."""
@@ -162,7 +162,7 @@ class Hub:
         """A part of the page was read completely."""
         self._parts[part] = PartHealth(self.board.wall())
 
-    def part_failed(self, part: str, error: StoreError) -> None:
+    def part_failed(self, part: str, error: Exception) -> None:
         """A part of the page could not be read."""
         its = self._parts.setdefault(part, PartHealth())
         its.error = str(error)

@@ -88,7 +88,10 @@ class StoreObservation:
                     for panel in panels_of(hub):
                         tasks.create_task(panel.run())
                     if self._audit:
-                        tasks.create_task(AuditTrail(self._audit, self.board).run())
+                        trail = AuditTrail(
+                            self._audit, self.board, readable=hub.part_read, failed=hub.part_failed
+                        )
+                        tasks.create_task(trail.run())
             finally:
                 self.session = self.hub = None
                 hub.close()

@@ -168,9 +168,16 @@ class PageThread:
         self._thread = threading.Thread(target=self._run, name="doyen-page", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; returns when the page is served, or cannot be (`error`)."""
+        """Start the thread; returns when the page is served. Raises what prevents that."""
         self._thread.start()
         self._ready.wait()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def address(self) -> str:
+        """The address for a browser, or why there is none any more."""
+        return self._listener.url if self.error is None else f"the page has ended: {self.error}"
 
     def stop(self) -> None:
         """Stop serving, and wait for the end."""

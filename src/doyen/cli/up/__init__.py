@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,8 +121,8 @@ def _run(
             if quorum:
                 report_line(f"a quorum of {len(quorum.servers)} nodes: {store}")
             report_line(f"{args.candidates} candidates on {'it' if quorum else store}")
-            if page:
-                report_line(f"in a browser: {page}")
+            if page():
+                report_line(f"in a browser: {page()}")
             report_line(f"ttl {timing.ttl_s:g} s; a failover takes at most {worst_s:.2f} s")
             drill = Drill(
                 cluster,
@@ -147,17 +148,19 @@ def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
     return quorum
 
 
-def _page(cluster: CandidateGroup, address: str | None, stack: ExitStack, *, live: bool) -> str:
-    """Serve the page; the address of the page, or an empty string without one."""
+def _page(
+    cluster: CandidateGroup, address: str | None, stack: ExitStack, *, live: bool
+) -> Callable[[], str]:
+    """Serve the page. Returns what tells its address, or an empty string without one."""
     if not address and not (live and find_spec("uvicorn") and find_spec("starlette")):
-        return ""
+        return str
     from doyen.cli.up.page import open_page
     from doyen.web.serving import require_web
 
     require_web()
-    thread, url = open_page(cluster, address or "127.0.0.1:0")
+    thread = open_page(cluster, address or "127.0.0.1:0")
     stack.callback(thread.stop)
-    return url
+    return lambda: thread.address
 
 
 def _print(verdict: DrillResult, args: argparse.Namespace, directory: Path, *, keep: bool) -> None:

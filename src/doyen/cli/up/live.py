@@ -29,9 +29,11 @@ _FRAME_S = 0.1
 _BAR = 24
 
 
-def show(cluster: CandidateGroup, *, stopping: Callable[[], bool], page: str = "") -> None:
-    """Show the view and handle keys until `q`, the end of the input, or `stopping`. `page` is the
-    address of the page, if there is one."""
+def show(
+    cluster: CandidateGroup, *, stopping: Callable[[], bool], page: Callable[[], str] = str
+) -> None:
+    """Show the view and handle keys until `q`, the end of the input, or `stopping`. `page` tells
+    the address of the page, if there is one."""
     controls, fd = _Controls(cluster, page), sys.stdin.fileno()
     with _single_keys(fd), _view(controls) as draw:
         while not stopping():
@@ -74,11 +76,16 @@ def _pressed(fd: int, within_s: float) -> list[str]:
 class _Controls:
     """Carries out keys, on the chosen candidate or on the leader."""
 
-    def __init__(self, cluster: CandidateGroup, page: str) -> None:
+    def __init__(self, cluster: CandidateGroup, page: Callable[[], str]) -> None:
         self.cluster = cluster
-        self.page = page
+        self._page = page
         self.chosen: CandidateProcess | None = None
         """The candidate that keys act on; None for the leader."""
+
+    @property
+    def page(self) -> str:
+        """The address of the page, or why there is none any more; empty without one."""
+        return self._page()
 
     @property
     def target(self) -> CandidateProcess | None:
@@ -179,12 +186,14 @@ class _LineView:
         self._reported = self._changes = 0
         self._states: dict[str, str] = {}
         self._help = ""
+        self._page = ""
 
     def draw(self) -> None:
         cluster, controls = self._controls.cluster, self._controls
+        if controls.page != self._page:
+            self._page = controls.page
+            print(f"in a browser: {self._page}", flush=True)
         if controls.help != self._help:
-            if controls.page and not self._help:
-                print(f"in a browser: {controls.page}", flush=True)
             self._help = controls.help
             print(self._help, flush=True)
         for candidate in cluster.candidates:
@@ -232,8 +241,8 @@ class _ScreenView:
         )
         elsewhere = f" in another terminal: doyen watch {ELECTION} --store {cluster.store}"
         title: list[_Line] = [[(" doyen up", "bold"), (figures, "dim")], [(elsewhere, "dim")]]
-        if self._controls.page:
-            title.append([(f" in a browser: {self._controls.page}", "dim")])
+        if page := self._controls.page:
+            title.append([(f" in a browser: {page}", "dim")])
         return title
 
     def _leader(self) -> list[_Line]:

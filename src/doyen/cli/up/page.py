@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessPage", "open_page"]
 
+ACT_WITHIN_S = 10.0
+"""How long the other thread may take to carry out an action. It waits while its terminal does."""
+
 
 class _Asked(NamedTuple):
     action: str
@@ -47,7 +50,13 @@ class ProcessPage:
         """Have the other thread carry out an action."""
         done: Future[str] = Future()
         self._asked.put(_Asked(action, process, done))
-        return await asyncio.wrap_future(done)
+        try:
+            async with asyncio.timeout(ACT_WITHIN_S):
+                return await asyncio.wrap_future(done)
+        except TimeoutError:  # which has cancelled it
+            raise OrderFailed(
+                "`doyen up` does not react; nothing was done. Is its terminal stopped?"
+            ) from None
 
     def tick(self) -> None:
         """Carry out what was asked for, and look at all processes."""
@@ -132,8 +141,8 @@ def _needs_life(alive: bool, name: str) -> None:
         raise OrderFailed(f"{name} does not run at present; nothing was done")
 
 
-def open_page(cluster: CandidateGroup, listen_on: str) -> tuple[PageThread, str]:
-    """Serve the page of a demonstration. Returns the thread, to be stopped, and the address."""
+def open_page(cluster: CandidateGroup, listen_on: str) -> PageThread:
+    """Serve the page of a demonstration. Returns the thread, to be stopped."""
     from doyen.web.observation import StoreObservation
     from doyen.web.serving import PageThread, listen
 
@@ -147,4 +156,4 @@ def open_page(cluster: CandidateGroup, listen_on: str) -> tuple[PageThread, str]
 
     thread = PageThread(observation, listener)
     thread.start()
-    return thread, listener.url
+    return thread

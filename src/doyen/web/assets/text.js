@@ -26,6 +26,8 @@ export const clock = (t, digits = 0) => {
 
 export const day = t => new Date(t * 1000).toLocaleDateString(undefined, { month: 'short', day: 'numeric' });
 
+export const date = t => new Date(t * 1000).toLocaleDateString(undefined, { year: 'numeric', month: 'short', day: 'numeric' });
+
 export function span(s) {
   if (s < 0.9995) return `${Math.max(1, Math.round(s * 1000))} ms`;
   if (s < 10) return `${s.toFixed(1)} s`;

@@ -3,7 +3,7 @@
 // A term is [name, token, since, until | null, cause, why, exact]. A view is
 // {from, to, known}: the times at both ends of the lane, and until when anything is known.
 
-import { clock, day, el, hue, span } from './text.js';
+import { clock, date, day, el, hue, span } from './text.js';
 
 export const FAILED = new Set(['expired', 'died', 'lost', 'violation']);
 export const TAGS = {   // the same in a word
@@ -15,16 +15,23 @@ export const CAUSES = {
   transferred: 'handed over', 'let go': 'let go', ended: 'ended', violation: 'violation',
 };
 const LEAST = 3;       // pixels of a gap, however short
+const DENSE = 200;     // terms of a lane
 const LABEL = 58;      // pixels from which on a bar has a name
 
 // Draw the terms of one lane. `marks` are violations of a report: [{from, to, text}].
 export function drawLane(lane, terms, view, width, marks = []) {
   const x = t => (t - view.from) / (view.to - view.from) * width;
   const parts = [];
+  // Of many terms that would be drawn at the same place one is drawn, so that a lane has no more
+  // nodes than pixels. Two at a time are always drawn.
+  const dense = terms.length > DENSE;
+  let lastBar = -Infinity, lastGap = -Infinity;
   terms.forEach((term, k) => {
     const [who, , since, until, cause, , exact] = term;
     const end = Math.min(until ?? view.known, view.known);
-    if (end > view.from && since < view.to) {
+    const hidden = dense && until != null && x(end) - lastBar < 1 && !overlap(terms[k - 1], term) && !overlap(term, terms[k + 1]);
+    if (end > view.from && since < view.to && !hidden) {
+      lastBar = x(end);
       const left = Math.max(0, x(since)), right = Math.min(width, x(end));
       const bar = el('div', until == null ? 't cur' : 't');
       if (!exact && since > view.from) bar.classList.add('before');
@@ -39,7 +46,8 @@ export function drawLane(lane, terms, view, width, marks = []) {
     }
     const next = terms[k + 1];
     const gapEnd = next ? next[2] : view.known;
-    if (until != null && gapEnd > view.from && until < view.to && FAILED.has(cause)) {
+    if (until != null && gapEnd > view.from && until < view.to && FAILED.has(cause) && !(dense && x(gapEnd) - lastGap < 1)) {
+      lastGap = x(gapEnd);
       const wide = x(gapEnd) - x(until);
       const gap = el('div', wide > 7 ? 'g long' : 'g');
       const shown = Math.max(LEAST, wide);
@@ -75,13 +83,14 @@ function place(node, left, width) {
 const STEPS = [0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900, 1800, 3600, 5400, 10800, 21600, 43200, 86400, 604800];
 export function drawAxis(axis, view, width, end = 'now') {
   const length = view.to - view.from, room = Math.max(2, Math.floor(width / 90));
-  const step = STEPS.find(s => length / s <= room) ?? 604800;
+  // Beyond weeks, whole days: damaged logs, and machines without a clock, make an axis of centuries.
+  const step = STEPS.find(s => length / s <= room) ?? Math.ceil(length / room / 86400) * 86400;
   const parts = [];
   for (let t = Math.ceil(view.from / step) * step; t < view.to; t += step) {
     const f = (t - view.from) / length;
     if (f < .05 || (1 - f) * width < (end === 'now' ? 58 : 140)) continue;
     const digits = step < .009 ? 3 : step < .09 ? 2 : step < 1 ? 1 : 0;
-    const text = step >= 86400 ? day(t) : step >= 60 ? clock(t).slice(0, 5) : clock(t + 5e-4, digits);
+    const text = step > 604800 ? date(t) : step >= 86400 ? day(t) : step >= 60 ? clock(t).slice(0, 5) : clock(t + 5e-4, digits);
     const tick = el('i', '', text);
     tick.style.left = `${(f * 100).toFixed(2)}%`;
     parts.push(tick);
