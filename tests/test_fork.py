@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,8 +89,10 @@ def test_the_child_leads_nothing_and_the_parent_goes_on(url: str) -> None:
                 assert not term.valid
                 assert term.state is TermState.LOST
                 assert term.remaining_s == 0
-                with pytest.raises(doyen.LeadershipLost):
+                with pytest.raises(doyen.LeadershipLost, match="belongs to the parent process"):
                     term.check()
+                assert term.wait_lost(20), "no thread of the child would end the wait"
+                assert "belongs to the parent" in asyncio.run(term.lost())
                 refused(session)
 
             renewed = renewals(session)
@@ -127,6 +130,23 @@ def test_leaving_the_scopes_in_the_child_releases_nothing(url: str) -> None:
             os._exit(4)
     assert child is not None
     assert term.state is TermState.ENDED
+
+
+def test_a_child_that_exits_within_the_scopes_exits_as_it_wants(url: str) -> None:
+    parent, child, code = os.getpid(), 0, 9
+    try:
+        with doyen.connect_blocking(url) as session, session.campaign("e") as term:
+            child = os.fork()
+            if not child:
+                sys.exit(7)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert term.valid
+    except SystemExit as ended:
+        os._exit(int(ended.code or 0))
+    finally:
+        if os.getpid() != parent:
+            os._exit(8)
+    assert code == 7
 
 
 def test_the_child_may_connect_for_itself(tmp_path: Path) -> None:

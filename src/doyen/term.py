@@ -161,7 +161,7 @@ class Term:
             await over.wait()
         finally:
             self._forget(wake)
-        return self.reason
+        return self._over_because
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Block until the term is over; False if `timeout_s` passed first."""
@@ -229,15 +229,19 @@ class Term:
 
     def loss(self) -> LeadershipLost:
         """The exception for the end of this term."""
-        reason = self.reason or "its deadline has passed"
         return LeadershipLost(
-            f"{self.name!r} no longer {self._what} (token {self.token}): {reason}"
+            f"{self.name!r} no longer {self._what} (token {self.token}): {self._over_because}"
         )
+
+    @property
+    def _over_because(self) -> str:
+        return self.reason or self._keepalive.lost_because or "its deadline has passed"
 
     def on_end(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when the term is over, on any thread; at once if it is."""
         with _latch:
-            if self._state is None:
+            # In the child of a fork no thread would call it.
+            if self._state is None and not self._keepalive.in_child:
                 self._listeners.append(listener)
                 return
         listener()

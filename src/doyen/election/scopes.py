@@ -71,15 +71,28 @@ def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
     return Candidacy(core, settings, SlotClaiming if slots else Claiming)
 
 
-def exit_term(term: Term, core: SessionCore) -> bool:
+def exit_term(term: Term) -> bool:
     """End a term whose body has ended. True if it was valid at that instant."""
-    body_ended(term)
-    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
-    if core.runtime.pid != os.getpid():
+    _forget_body(term)
+    return term._conclude()
+
+
+def left_in_child(term: Term, core: SessionCore, error: BaseException | None) -> bool:
+    """Whether the body has ended in the child of a fork, where it ends nothing. A body that does
+    not know this gets an error, and one that exits may exit."""
+    if core.runtime.pid == os.getpid():
+        return False
+    _forget_body(term)
+    if isinstance(error, Exception | None):
         raise SessionClosed(
             "this term belongs to the parent process; connect again in the child of a fork"
         )
-    return term._conclude()
+    return True
+
+
+def _forget_body(term: Term) -> None:
+    body_ended(term)
+    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
 
 
 def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
@@ -189,7 +202,9 @@ class Campaign:
         """The body has ended, with this error if there is one."""
         assert self.term is not None
         self._armed = False
-        kept = exit_term(self.term, self._core)
+        if left_in_child(self.term, self._core, error):
+            return False
+        kept = exit_term(self.term)
         passes = not isinstance(error, Exception | None)
         if self._task is not None:
             pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
@@ -354,7 +369,9 @@ class BlockingCampaign:
     def leave(self, error: BaseException | None = None, *, again: bool = False) -> bool:
         """The body has ended, with this error if there is one."""
         assert self.term is not None
-        kept = exit_term(self.term, self._core)
+        if left_in_child(self.term, self._core, error):
+            return False
+        kept = exit_term(self.term)
         try:
             self._runtime.finish_blocking(self._candidacy.leave())
         finally:
