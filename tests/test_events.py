@@ -201,6 +201,18 @@ async def test_an_outage_of_the_store_is_two_lines_in_the_log(
     assert lines[1].startswith("event=store_available after_s=")
 
 
+@virtual
+async def test_a_renewal_without_an_answer_says_how_long_it_waited(place: Place) -> None:
+    faults = Faults()
+    session = await place.open(faults)
+    with pytest.raises(LeadershipLost):
+        async with session.campaign("e"):
+            faults.cut()
+            await asyncio.Event().wait()
+    errors = {event.error for event in place.seen(Unsure) if isinstance(event, Unsure)}
+    assert errors == {"the store did not answer within 1 s"}
+
+
 async def lead(session: Session, election: str, **options: Any) -> None:
     async with session.campaign(election, **options):
         pass

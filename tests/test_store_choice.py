@@ -309,6 +309,35 @@ def test_a_misspelt_option_of_connect_gets_a_suggestion() -> None:
     number: Any = 7
     with pytest.raises(ConfigError, match="is a string"):
         doyen.connect(number)
+    text: Any = "5"  # of an environment variable, for example
+    with (
+        pytest.raises(ConfigError, match="ttl_s is a number, not '5'"),
+        doyen.connect_blocking("memory://", ttl_s=text),
+    ):
+        pass
+
+
+def test_a_misspelt_option_of_a_campaign_gets_a_suggestion() -> None:
+    options: Any = {"nmae": "server1"}
+    wrong = pytest.raises(TypeError, match=r"no option 'nmae' \(did you mean name\?\)")
+    with doyen.connect_blocking("memory://") as session:
+        for start in (session.campaign, session.lock, session.candidate):
+            with wrong:
+                start("e", **options)
+        with wrong:
+            next(iter(session.campaigns("e", **options)))
+        other: Any = {"kind": "locks"}
+        with pytest.raises(TypeError, match="no option 'kind'"):
+            session.campaign("e", **other)
+
+
+def test_a_session_shows_its_store_and_its_health() -> None:
+    session = doyen.connect_blocking("memory://u:secret@x")
+    assert repr(session) == "<BlockingSession on memory://u:…@x, not open>"
+    assert repr(doyen.connect("memory://x")) == "<Session on memory://x, not open>"
+    with doyen.connect_blocking("memory://x") as session:
+        assert repr(session) == "<BlockingSession on memory://x, ok>"
+    assert repr(session) == "<BlockingSession on memory://x, closed>"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ from doyen.session import (
     connect,
     settings_of,
 )
+from doyen.stores.choice import without_password
 from doyen.stores.port import did_you_mean
 from doyen.term import Term, TermState
 
@@ -94,6 +95,10 @@ class BlockingSession:
         self._core: SessionCore | None = None
         self._closing: Future[None] | None = None
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "not open" if self._core is None else self._core.health
+        return f"<BlockingSession on {without_password(self._settings.url)}, {state}>"
 
     def open(self) -> BlockingSession:
         """Open the session and return it. For code without a scope; pair it with `close`.
@@ -171,9 +176,7 @@ class BlockingSession:
                 while term.valid:
                     work(term.token)
         """
-        return BlockingCampaign(
-            self._opened, self._runtime, CampaignSettings(election=election, **options)
-        )
+        return BlockingCampaign(self._opened, self._runtime, CampaignSettings.of(election, options))
 
     def campaigns(
         self, election: str, **options: Unpack[CampaignOptions]
@@ -186,7 +189,7 @@ class BlockingSession:
     ) -> Iterator[RepeatedBlockingCampaign]:
         rounds = Rounds(election)
         while True:
-            settings = CampaignSettings(election=election, **options)
+            settings = CampaignSettings.of(election, options)
             campaign = RepeatedBlockingCampaign(self._opened, self._runtime, settings)
             yield campaign
             if pause_s := rounds.pause_s(campaign):
@@ -206,7 +209,7 @@ class BlockingSession:
 
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingLock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
-        settings = CampaignSettings(election=lock, kind="locks", **options)
+        settings = CampaignSettings.of(lock, options, kind="locks")
         return BlockingLock(self._opened, self._runtime, settings)
 
     def semaphore(
@@ -214,7 +217,7 @@ class BlockingSession:
     ) -> BlockingCampaign:
         """At most `n` holders at a time: a scope with a slot and a token; see
         `Session.semaphore`."""
-        settings = CampaignSettings(election=semaphore, kind="semaphores", slots=n, **options)
+        settings = CampaignSettings.of(semaphore, options, kind="semaphores", slots=n)
         return BlockingCampaign(self._opened, self._runtime, settings)
 
     def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
@@ -569,7 +572,7 @@ def divided_options(
             of_campaign[name] = value
         else:
             of_session["wait_s" if name == "connect_wait_s" else name] = value
-    CampaignSettings(election=election, **of_campaign)
+    CampaignSettings.of(election, cast("CampaignOptions", of_campaign))
     return cast("ConnectOptions", of_session), cast("CampaignOptions", of_campaign)
 
 

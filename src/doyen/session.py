@@ -59,7 +59,7 @@ from doyen.model import (
     SessionHealth,
     Unreachable,
 )
-from doyen.stores.choice import choose_store
+from doyen.stores.choice import choose_store, without_password
 from doyen.stores.port import Store, did_you_mean
 from doyen.term import Term
 from doyen.warden.client import Warding
@@ -96,6 +96,10 @@ class Session:
         self._given_warding = warding
         self._core: SessionCore | None = None
         self._closing: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "not open" if self._core is None else self._core.health
+        return f"<Session on {without_password(self._settings.url)}, {state}>"
 
     async def open(self) -> Session:
         """Open the session and return it. For code without a scope; pair it with `close`.
@@ -180,7 +184,7 @@ class Session:
         `wait_s`, `priority`, `preempt`, `cooldown_s`, `recipe`, `stall_after_s`, `on_overrun`,
         `member`; each is explained at `doyen.election.options.CampaignOptions`.
         """
-        return Campaign(self._opened, CampaignSettings(election=election, **options))
+        return Campaign(self._opened, CampaignSettings.of(election, options))
 
     async def campaigns(
         self, election: str, **options: Unpack[CampaignOptions]
@@ -198,7 +202,7 @@ class Session:
         """
         rounds = Rounds(election)
         while True:
-            settings = CampaignSettings(election=election, **options)
+            settings = CampaignSettings.of(election, options)
             campaign = RepeatedCampaign(self._opened, settings)
             yield campaign
             if pause_s := rounds.pause_s(campaign):
@@ -232,7 +236,7 @@ class Session:
         are independent of each other. `leader`, `line`,
         `observe`, `observe_line`, `resign` and `transfer` take `kind="locks"`.
         """
-        return Lock(self._opened, CampaignSettings(election=lock, kind="locks", **options))
+        return Lock(self._opened, CampaignSettings.of(lock, options, kind="locks"))
 
     def semaphore(self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]) -> Campaign:
         """At most `n` holders at a time: a scope with a slot and a token, as for a lock.
@@ -243,7 +247,7 @@ class Session:
         Tokens of different slots do not compare: fence with slot and token. `n` is kept in the
         store, and another `n` for the same name raises `ConfigError`.
         """
-        settings = CampaignSettings(election=semaphore, kind="semaphores", slots=n, **options)
+        settings = CampaignSettings.of(semaphore, options, kind="semaphores", slots=n)
         return Campaign(self._opened, settings)
 
     async def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:

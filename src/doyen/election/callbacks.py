@@ -81,7 +81,7 @@ class Callbacks:
         rest: dict[str, Any] = {**options}
         names = [name for name in CallbackOptions.__optional_keys__ if name in rest]
         callbacks = cls(election, **{name: rest.pop(name) for name in names})
-        CampaignSettings(election=election, **rest)
+        CampaignSettings.of(election, cast("CampaignOptions", rest))
         return callbacks, cast("CampaignOptions", rest)
 
     def __post_init__(self) -> None:

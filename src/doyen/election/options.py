@@ -13,6 +13,7 @@ from doyen.errors import ConfigError
 from doyen.events import Sink
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Kind, Meta, leader_key
+from doyen.stores.port import did_you_mean
 
 Recipe = Literal["line", "race"]
 MAX_SLOTS = 1000
@@ -163,6 +164,17 @@ class CampaignSettings:
     trail: bool = True
     slots: int = 1
     """How many may hold it at a time: more than one for a semaphore only."""
+
+    @classmethod
+    def of(
+        cls, election: str, options: CampaignOptions, *, kind: Kind = "elections", slots: int = 1
+    ) -> CampaignSettings:
+        """From the options that a caller gave, of which a misspelt one gets a suggestion."""
+        known = CampaignOptions.__optional_keys__
+        for name in options:
+            if name not in known:
+                raise TypeError(f"a campaign has no option {name!r}{did_you_mean(name, known)}")
+        return cls(election=election, kind=kind, slots=slots, **options)
 
     @property
     def identity(self) -> CampaignIdentity:

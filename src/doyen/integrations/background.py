@@ -89,7 +89,7 @@ class BackgroundLeadership:
         on_failure: OnFailure = "unhealthy",
         **options: Unpack[CampaignOptions],
     ) -> None:
-        CampaignSettings(election=election, **options)  # mistakes are reported here
+        CampaignSettings.of(election, options)  # mistakes are reported here
         if on_failure not in ("unhealthy", "exit"):
             raise ConfigError(f'on_failure is "unhealthy" or "exit", not {on_failure!r}')
         self.election = election

@@ -71,7 +71,7 @@ def lead(
     Options are those of `Session.campaign`. Here, `on_overrun` is "exit" by default.
     """
     options = {"on_overrun": "exit", **options}
-    CampaignSettings(election=election, **options)  # mistakes are reported before connecting
+    CampaignSettings.of(election, options)  # mistakes are reported before connecting
     with _Interrupts() as interrupts, connect() as session:
         for campaign in session.campaigns(election, **options):
             result: T | None = None

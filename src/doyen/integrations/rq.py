@@ -50,7 +50,7 @@ class LeaderCronScheduler(CronScheduler):
         logging_level: str | int = "INFO",
         **options: Unpack[CampaignOptions],
     ) -> None:
-        CampaignSettings(election=election, **options)  # mistakes are reported here
+        CampaignSettings.of(election, options)  # mistakes are reported here
         super().__init__(connection, logging_level)
         self._election = election
         self._store = store

@@ -75,7 +75,7 @@ class Leadership:
         on_failure: OnFailure = "unhealthy",
         **options: Unpack[CampaignOptions],
     ) -> None:
-        CampaignSettings(election=election, **options)  # mistakes are reported here
+        CampaignSettings.of(election, options)  # mistakes are reported here
         if on_failure not in ("unhealthy", "exit"):
             raise ConfigError(f'on_failure is "unhealthy" or "exit", not {on_failure!r}')
         self.view = LeaderView(election)

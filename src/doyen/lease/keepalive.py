@@ -70,6 +70,8 @@ class Keepalive:
         self._progress_at = math.inf
         self.valid_until = timing.valid_until(sent_at)
         self.lost_because: str | None = None
+        self.in_child = False
+        """This process is the child of a fork, and the lease is its parent's."""
         self.ended_at = math.inf
         """When validity ended, once it has."""
         self.unsure = False
@@ -240,12 +242,11 @@ class Keepalive:
         if remaining_s <= 0:
             return  # lost, or about to be declared so
         self.unsure = True
+        text = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError) and not str(error):
+            text = f"the store did not answer within {self.timing.request_timeout_s:g} s"
         self._telemetry.emit(
-            Unsure(
-                lease=self.lease.id,
-                remaining_s=round(remaining_s, 3),
-                error=str(error) or type(error).__name__,
-            )
+            Unsure(lease=self.lease.id, remaining_s=round(remaining_s, 3), error=text)
         )
 
     def lose_if_expired(self) -> bool:
@@ -290,3 +291,4 @@ class Keepalive:
         self.ended_at = min(self.ended_at, self._clock.now())
         self.valid_until = NEVER
         self.lost_because = "the lease belongs to the parent process"
+        self.in_child = True

@@ -19,7 +19,7 @@ Imports the standard library and the errors only. Time and random numbers are ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from doyen.errors import ConfigError
 
@@ -58,6 +58,10 @@ class Timing:
     """When a store call without a response is given up. Default ttl / 6, and never more."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            given: object = getattr(self, field.name)
+            if not isinstance(given, int | float):
+                raise ConfigError(f"{field.name} is a number, not {given!r}")
         if not 0 < self.ttl_s < float("inf"):
             raise ConfigError(f"ttl_s must be positive, not {self.ttl_s}")
         renewals = 6 if self.renewals_lag else 3
