@@ -31,7 +31,7 @@ from doyen.election.queries import (
     read_line,
 )
 from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
-from doyen.errors import ConfigError, SessionClosed
+from doyen.errors import ConfigError, SessionClosed, did_you_mean
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.barrier import arrive
@@ -72,7 +72,6 @@ from doyen.session import (
     settings_of,
 )
 from doyen.stores.choice import without_password
-from doyen.stores.port import did_you_mean
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:

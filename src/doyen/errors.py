@@ -29,7 +29,7 @@ keep the original as `__cause__`. This module imports nothing of doyen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -178,3 +178,15 @@ class TicketGone(StoreError):
 
 class StoreUnusable(StoreError):
     """The store cannot be used in its present state. Retrying will not help."""
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """A suggestion to append to an error; empty if nothing known is similar.
+
+    >>> did_you_mean("ectd", ["etcd", "consul"]), did_you_mean("x", ["etcd"])
+    (' (did you mean etcd?)', '')
+    """
+    from difflib import get_close_matches
+
+    similar = get_close_matches(text, list(known), 1)
+    return f" (did you mean {similar[0]}?)" if similar else ""

@@ -27,7 +27,7 @@ from doyen.election.queries import (
     read_line,
 )
 from doyen.election.scopes import Campaign, Lock, RepeatedCampaign, Rounds
-from doyen.errors import SessionClosed
+from doyen.errors import SessionClosed, did_you_mean
 from doyen.events import Sink
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import Runtime, ThreadRuntime
@@ -60,7 +60,7 @@ from doyen.model import (
     Unreachable,
 )
 from doyen.stores.choice import choose_store, without_password
-from doyen.stores.port import Store, did_you_mean
+from doyen.stores.port import Store
 from doyen.term import Term
 from doyen.warden.client import Warding
 

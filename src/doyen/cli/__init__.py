@@ -34,6 +34,7 @@ from doyen.errors import (
     NotElected,
     SessionClosed,
     StoreError,
+    did_you_mean,
 )
 
 COMMANDS = {
@@ -206,8 +207,6 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + self._suggestion(message))
 
     def _suggestion(self, message: str) -> str:
-        from doyen.stores.port import did_you_mean
-
         if wrong := re.search("invalid choice: '([^']*)'", message):
             choices = (each for action in self._actions for each in action.choices or ())
             return did_you_mean(wrong[1], map(str, choices))

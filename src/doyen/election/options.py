@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypedDict, get_args
 
-from doyen.errors import ConfigError
+from doyen.errors import ConfigError, did_you_mean
 from doyen.events import Sink
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Kind, Meta, leader_key
-from doyen.stores.port import did_you_mean
 
 Recipe = Literal["line", "race"]
 MAX_SLOTS = 1000

@@ -29,14 +29,14 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from doyen.errors import ConfigError, StoreError, StoreUnusable
+from doyen.errors import ConfigError, StoreError, StoreUnusable, did_you_mean
 from doyen.events import Event
 from doyen.lease.clock import Clock
 from doyen.lease.timing import DEFAULT_TTL_S
@@ -347,18 +347,6 @@ def canonical_scheme(scheme: str) -> str:
     base = scheme.partition("+")[0]
     known = _ALIASES.get(base, base)
     return known if known in ("postgresql", "mysql") else _ALIASES.get(scheme, scheme)
-
-
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """A suggestion to append to an error; empty if nothing known is similar.
-
-    >>> did_you_mean("ectd", ["etcd", "consul"]), did_you_mean("x", ["etcd"])
-    (' (did you mean etcd?)', '')
-    """
-    from difflib import get_close_matches
-
-    similar = get_close_matches(text, list(known), 1)
-    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def _known() -> list[str]:
