@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -91,6 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "chaos":
         config.pluginmanager.register(summary.Summary())
     _restore_signals()
+    # Tests start hundreds of processes, each of which would compile doyen again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(tryfirst=True)
