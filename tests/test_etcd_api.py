@@ -302,6 +302,16 @@ def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
                     while await read(watching) is not grpc.aio.EOF:
                         pass
                 assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+                # Results above the usual 4 MiB, on a node that follows.
+                follower = next(each for each in quorum.nodes if each != quorum.leader)
+                async with EtcdClient(f"127.0.0.1:{quorum.doors[follower].port}") as another:
+                    for number in range(9):
+                        put = {"key": b"large/%d" % number, "value": bytes(1_000_000)}
+                        await another.call(rpc.PUT, **put)
+                    every = {"key": b"large/", "range_end": b"large0"}
+                    assert len((await another.call(rpc.RANGE, **every)).kvs) == 9
+                    deleted = await another.call(rpc.DELETE_RANGE, **every, prev_kv=True)
+                    assert sum(len(each.value) for each in deleted.prev_kvs) == 9_000_000
                 for number in range(1, 4):
                     await client.call(rpc.PUT, key=b"w", value=b"%d" % number)
                     await keeping.write(rpc.KEEP_ALIVE.request(ID=lease))
@@ -325,7 +335,8 @@ def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
 
 
 def test_certificates(tmp_path: Path) -> None:
-    """The door admits clients with a certificate of the node's authority, but no onlookers."""
+    """The door admits clients with a certificate of the node's authority, but no onlookers. It uses
+    new certificates without a restart."""
     made = Certificates(tmp_path)
     made._signed("onlooker", "ca", *LEAF, "extendedKeyUsage=clientAuth", unit="doyen-onlooker")
     tls = TLS(
@@ -334,9 +345,9 @@ def test_certificates(tmp_path: Path) -> None:
         authority=made.certificate("ca"),
     )
 
-    def credentials(name: str) -> Any:
+    def credentials(name: str, authority: str = "ca") -> Any:
         return grpc.ssl_channel_credentials(
-            made.certificate("ca").read_bytes(),
+            made.certificate(authority).read_bytes(),
             made.key(name).read_bytes(),
             made.certificate(name).read_bytes(),
         )
@@ -352,6 +363,16 @@ def test_certificates(tmp_path: Path) -> None:
             for name in ("guest", "onlooker"):
                 async with EtcdClient(address, credentials(name)) as refused:
                     assert (await refused.outcome(rpc.RANGE, key=b"a"))[0] == "UNAVAILABLE"
+            # Certificates of another authority replace the files: new connections use them.
+            made._signed("next", "stranger", *LEAF, "extendedKeyUsage=serverAuth")
+            guest = credentials("guest", "stranger")
+            for new, old in ("stranger.pem", "ca.pem"), ("next.pem", "server.pem"):
+                (tmp_path / new).replace(tmp_path / old)
+            (tmp_path / "next.key").replace(tmp_path / "server.key")
+            async with EtcdClient(address, guest) as admitted:
+                assert (await admitted.call(rpc.RANGE, key=b"a")).count == 1
+            async with EtcdClient(address, client) as refused:
+                assert (await refused.outcome(rpc.RANGE, key=b"a"))[0] == "UNAVAILABLE"
 
     run(trial())
 

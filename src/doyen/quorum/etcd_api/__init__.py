@@ -10,3 +10,8 @@
 The etcd keyspace itself is a part of the replicated state on every node, whether or not the node
 serves this API: see `doyen.quorum.keyspace.etcd_state`.
 """
+
+import os
+
+# Set before grpc is imported. gRPC would print what a client sends that is not HTTP/2.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

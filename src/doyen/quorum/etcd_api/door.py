@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import ssl
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -79,7 +78,12 @@ class EtcdDoor:
 
         try:
             listening = await asyncio.start_server(
-                accept, host or None, port, ssl=_context(options), backlog=1024, start_serving=False
+                accept,
+                host or None,
+                port,
+                ssl=security.listening_for("h2", "http/1.1"),
+                backlog=1024,
+                start_serving=False,
             )
         except OSError as error:
             raise StoreUnusable(
@@ -141,7 +145,10 @@ class EtcdDoor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if certificate_role(writer.get_extra_info("peercert")) == "onlooker":
-            return  # its role allows no writes, and the API does not tell roles apart
+            # Its role allows no writes, and the API does not tell roles apart. Closing the
+            # connection in order would wait for the client.
+            writer.transport.abort()
+            return
         async with asyncio.timeout(FIRST_S):
             first = await reader.readexactly(1)
             # The first line of any HTTP request is longer than this.
@@ -172,14 +179,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write_eof()
         else:
             writer.close()
-
-
-def _context(options: NodeOptions) -> ssl.SSLContext | None:
-    if options.tls is None:
-        return None
-    context = options.tls.for_listening()
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    return context
 
 
 def _url(options: NodeOptions, host: str, port: int) -> str:

@@ -19,6 +19,7 @@ class Code(IntEnum):
     FAILED_PRECONDITION = 9
     OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
+    INTERNAL = 13
     UNAVAILABLE = 14
 
 

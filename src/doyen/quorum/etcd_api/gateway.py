@@ -37,6 +37,7 @@ STATUSES: Final = {
     Code.FAILED_PRECONDITION: HTTPStatus.BAD_REQUEST,
     Code.OUT_OF_RANGE: HTTPStatus.BAD_REQUEST,
     Code.UNIMPLEMENTED: HTTPStatus.NOT_IMPLEMENTED,
+    Code.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
     Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """The HTTP status for each code of gRPC, as grpc-gateway has it."""
@@ -95,8 +96,11 @@ class Gateway:
         streams = path in self._streaming
         method = (self._streaming[path] if streams else self._unary[path])[0]
         try:
-            message = ParseDict(json.loads(body or b"{}"), method.request())
-        except (ParseError, ValueError, RecursionError) as error:
+            plain = json.loads(body or b"{}")
+            if not isinstance(plain, dict):
+                raise ParseError("a request is a JSON object")
+            message = ParseDict(plain, method.request())
+        except (ParseError, ValueError, TypeError, RecursionError) as error:
             await exchange.send(HTTPStatus.BAD_REQUEST, _error(Code.INVALID_ARGUMENT, str(error)))
             return
         if streams:

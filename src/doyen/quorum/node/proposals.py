@@ -260,6 +260,12 @@ class Proposals:
         """Entries that this node has appended as leader and not yet applied, by index."""
         self._appending: Batch | None = None
         self._refusal = ""
+        self._large: dict[tuple[str, int], Any] = {}
+        """Large results of this node's own proposals that it has carried out itself, until their
+        outcome is known."""
+        self._awaited: dict[tuple[str, int], _Proposal] = {}
+        """Proposals that the leader has carried out and whose results it did not send."""
+        machine.on_large = self._large_result
         pump.carry_out[Accepted] = self._accepted
         pump.on_end.append(self._end)
 
@@ -447,7 +453,24 @@ class Proposals:
                 except Exception:
                     log.exception(log_line(event="callback_failed"))
 
+    def _large_result(self, command: Command, result: Any) -> None:
+        """This node has carried out a command, as every node does. If it is its own, a leader may
+        not send it the result."""
+        identity, key = self._identity, (command.client, command.seq)
+        if (proposal := self._awaited.pop(key, None)) is not None:
+            self._finish(proposal, result, None)
+        elif command.client == identity.name and command.seq in identity.open:
+            self._large[key] = result
+
     def _failed(self, proposal: _Proposal, failure: Failure) -> None:
+        origin = proposal.origin
+        if failure == _TOO_LARGE and isinstance(origin, _Identity) and proposal in self._live:
+            key = origin.name, proposal.seq
+            if key in self._large:
+                self._finish(proposal, self._large[key], None)
+            else:
+                self._awaited[key] = proposal
+            return
         if not failure.forgotten:
             self._finish(proposal, None, CommandFailed(failure.reason))
             return
@@ -477,6 +500,10 @@ class Proposals:
             self._live_bytes -= len(proposal.body)
         if isinstance(proposal.origin, _Identity):
             proposal.origin.open.pop(proposal.seq, None)
+            if self._large or self._awaited:
+                key = proposal.origin.name, proposal.seq
+                self._large.pop(key, None)
+                self._awaited.pop(key, None)
         call_safely(proposal.settle, proposal.seq, value, error)
 
     def refuse(self, batch: Batch, reason: str) -> None:

@@ -150,6 +150,8 @@ class ReplicatedMachines:
         # a snapshot can be read while commands are carried out.
         self._epoch = 0
         self._bytes = 0
+        self.on_large: Callable[[Command, Any], None] = lambda *_: None
+        """Called with each large result, when its command is carried out."""
 
     @property
     def version(self) -> int:
@@ -220,6 +222,7 @@ class ReplicatedMachines:
 
     def _keep_large(self, client: _Client, command: Command, result: Any, size: int) -> None:
         """Remember that a command was carried out, and its result if it fits."""
+        self.on_large(command, result)
         if self.version == FIRST:
             if command.target == KEYSPACE and type(result) is bytes and size > LARGE:
                 return

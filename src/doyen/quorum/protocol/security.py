@@ -228,6 +228,25 @@ class Security:
     def listening(self) -> ssl.SSLContext | None:
         return self._context("listening", self.tls.for_listening) if self.tls else None
 
+    def listening_for(self, *protocols: str) -> ssl.SSLContext | None:
+        """A context with which a server listens that has application protocols (ALPN). It uses
+        replaced certificates for new connections by itself."""
+        if self.tls is None:
+            return None
+        tls, use = self.tls, " ".join(protocols)
+
+        def make() -> ssl.SSLContext:
+            context = tls.for_listening()
+            context.set_alpn_protocols(list(protocols))
+            return context
+
+        def renew(connection: ssl.SSLObject, name: object, context: ssl.SSLContext) -> None:
+            connection.context = self._context(use, make)
+
+        listening = make()
+        listening.sni_callback = renew  # it is called for clients without a name as well
+        return listening
+
     @property
     def dialling(self) -> ssl.SSLContext | None:
         return self._context("dialling", self.tls.for_dialling) if self.tls else None
