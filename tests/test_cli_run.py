@@ -238,6 +238,12 @@ def test_asked_to_end_while_waiting(bench: Bench, signum: signal.Signals) -> Non
     assert not (bench.directory / "ran").exists()
 
 
+def test_a_store_that_is_waited_for_is_told_in_words() -> None:
+    line = log_line(event="store_waited_for", store="etcd://h1", for_s=39.963, error="refused")
+    record = logging.LogRecord("doyen", logging.WARNING, "", 0, "%s", (line,), None)
+    assert _sentence(record) == "the store does not answer yet, waiting for up to 40 s: refused"
+
+
 # The end of the command, and of leadership.
 
 
@@ -262,10 +268,14 @@ def test_frozen_past_its_term_it_campaigns_again(bench: Bench) -> None:
     leader.send_signal(signal.SIGCONT)
     until(lambda: stay.begun, "it leads again")
     assert stay.token > token
+    token = stay.token
     leader.send_signal(signal.SIGTERM)
     code, _, err = ends(leader)
     assert code == 128 + signal.SIGTERM
-    assert "no longer leading 'billing'" in err
+    before, lost, after = err.partition("no longer leading 'billing'")
+    assert lost
+    assert f"leading 'billing', token {token}" in after
+    assert "leading" not in before, "the first election is not news"
 
 
 def test_frozen_past_its_term_with_once_it_ends(bench: Bench) -> None:

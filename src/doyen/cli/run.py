@@ -363,8 +363,8 @@ class _StderrReporter(logging.Handler):
         self._manager = manager
         self._role = ""
         self._least = logging.DEBUG if verbose else logging.WARNING
-        self._waits = False
-        """It was said that the candidate waits."""
+        self._told = False
+        """It was said that the candidate waits, or that it has lost its term."""
         self._as_json = as_json
         self._loop = asyncio.get_running_loop()
         self._logger = logging.getLogger("doyen")
@@ -412,20 +412,22 @@ class _StderrReporter(logging.Handler):
             self._manager.tell(STATUS=text)
 
     def _is_shown(self, level: int, record: Record | None) -> bool:
-        """Warnings, what the candidate waits for, and that it waits no longer; with `verbose` every
-        event."""
+        """Warnings, what the candidate waits for, and that it leads after that or after a loss;
+        with `verbose` every event."""
         if record is None:
             return level >= logging.WARNING
-        if isinstance(record.event, Waiting):
-            self._waits = True
+        shown = level >= self._least
+        if isinstance(record.event, Waiting) or (isinstance(record.event, Lost) and shown):
+            self._told = True
             return True
-        if isinstance(record.event, Elected) and self._waits:
-            self._waits = False
+        if isinstance(record.event, Elected) and self._told:
+            self._told = False
             return True
-        return level >= self._least
+        return shown
 
 
 _SENTENCES = {
+    "store_waited_for": "the store does not answer yet, waiting for up to {for_s:.0f} s: {error}",
     "guard_died": "the guard process {pid} was killed; the command is being killed with it",
     "descendants_unknown": "this system does not show which processes descend from the command:"
     " those that leave its process group are not stopped with it",

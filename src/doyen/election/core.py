@@ -135,7 +135,9 @@ async def _open_patiently(
                     f" {reason}"
                 ) from error
             if pause_s == OPEN_PAUSE_S:
-                line = log_line(event="store_waited_for", store=shown, for_s=left_s, error=error)
+                line = log_line(
+                    event="store_waited_for", store=shown, for_s=round(left_s, 3), error=error
+                )
                 log.warning("%s", line)
         await asyncio.sleep(spread_s)
     raise AssertionError("the pauses have no end")

@@ -37,7 +37,7 @@ import httpcore2
 
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.consul.diagnosis import seconds
-from doyen.stores.kit.failover import failover
+from doyen.stores.kit.failover import connect_cause, failover
 from doyen.stores.kit.lifecycle import CLOSED
 
 ANSWER_S = 10.0
@@ -353,4 +353,4 @@ def _cause(error: BaseException) -> str:
     while (below := error.__cause__ or error.__context__) is not None:
         error = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below
         reason = str(error) or reason
-    return reason or type(error).__name__
+    return connect_cause(reason) or type(error).__name__

@@ -5,6 +5,8 @@ safe.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -18,6 +20,28 @@ T = TypeVar("T")
 class ConnectionLost(Exception):
     """The connection ended with a request in flight. A read was not carried out, as far as the
     caller is concerned; the outcome of a write is unknown."""
+
+
+def connect_cause(error: object) -> str:
+    """Why there is no connection, in the words of the system, which asyncio hides.
+
+    >>> connect_cause("[Errno 111] Connect call failed ('127.0.0.1', 6379)")
+    'Connection refused'
+    >>> refused = "[Errno 111] Connect call failed ('::1', 6379, 0, 0), [Errno 111] Connect call"
+    >>> connect_cause(f"Multiple exceptions: {refused} failed ('127.0.0.1', 6379)")
+    'Connection refused'
+    >>> connect_cause(f"Can't connect (Multiple exceptions: {refused} failed ('127.0.0.1', 6379))")
+    "Can't connect (Connection refused)"
+    >>> connect_cause("[Errno -2] Name or service not known")
+    'Name or service not known'
+    """
+    text = re.sub(
+        r"\[Errno (\d+)\] Connect call failed \([^()]*\)",
+        lambda found: os.strerror(int(found[1])),
+        str(error),
+    )
+    text = re.sub(r"Multiple exceptions: ([^,()]+)(, \1)*(?![^,()])", r"\1", text)
+    return re.sub(r"\[Errno -?\d+\] ", "", text)
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
+from doyen.stores.kit.failover import connect_cause
 from doyen.stores.kit.streams import write_joined
 
 T = TypeVar("T")
@@ -241,7 +242,7 @@ class JetStream:
     def _failed(self, error: Exception) -> None:
         """Keep the reason. `NoServersError` says only that all attempts failed."""
         if not isinstance(error, nats.errors.NoServersError):
-            self._error = str(error) or self._error or "no response"
+            self._error = connect_cause(error) or self._error or "no response"
 
     async def _reconnect(self, connection: NatsConnection) -> None:
         """Replace the connection whenever it has ended."""

@@ -33,7 +33,7 @@ from redis.exceptions import (
 
 from doyen._waiting import retrieve, shared
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
-from doyen.stores.kit.failover import ConnectionLost, answer_within, failover
+from doyen.stores.kit.failover import ConnectionLost, answer_within, connect_cause, failover
 from doyen.stores.kit.lifecycle import CLOSED
 from doyen.stores.kit.streams import write_joined
 from doyen.stores.kit.url import Host
@@ -451,4 +451,4 @@ def _cause(error: BaseException) -> str:
     at: BaseException | None = error
     while at is not None and not isinstance(at, OSError):
         at = at.__cause__ or at.__context__
-    return str(at or error)
+    return connect_cause(at or error)

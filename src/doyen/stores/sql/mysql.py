@@ -36,7 +36,7 @@ from dataclasses import replace
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
 from doyen.stores.kit import url as options
-from doyen.stores.kit.failover import ConnectionLost
+from doyen.stores.kit.failover import ConnectionLost, connect_cause
 from doyen.stores.kit.url import Host
 from doyen.stores.port import Context, StoreURL
 from doyen.stores.sql.connection import (
@@ -351,7 +351,7 @@ def _code(error: BaseException | None) -> int:
 
 
 def _cause(error: BaseException) -> str:
-    return " ".join(str(error.args[-1] if error.args else error).split())
+    return " ".join(connect_cause(error.args[-1] if error.args else error).split())
 
 
 class MySQLStore(RelationalStore):
