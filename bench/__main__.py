@@ -81,7 +81,15 @@ QUICK: dict[str, dict[str, Any]] = {
     "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},
     "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
-    "page": {"elections": 20, "loads": 1, "changes": 3, "pages": 2},
+    "page": {
+        "elections": 20,
+        "loads": 1,
+        "changes": 3,
+        "pages": 2,
+        "crowd": 40,
+        "events": 1000,
+        "seconds": 0.3,
+    },
     "members": {
         "processes": 1,
         "sessions": 4,

@@ -30,7 +30,7 @@ FIGURES = {
     "members": 2,
     "config": 1,
     "shards": 5,
-    "page": 3,
+    "page": 6,
     "warden": 3,
     "frameworks": 1,
 }

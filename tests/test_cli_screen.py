@@ -116,6 +116,68 @@ async def test_watching_many_says_which_leaders_were_known_last(
     assert re.fullmatch(rf"unreachable since [\d:]+ \(.*\); last known: {leads}", lost)
 
 
+@virtual
+async def test_watching_a_store_without_elections_says_that_it_does_not_answer(
+    place: Place, capsys: Capture
+) -> None:
+    faults = Faults()
+    session, looking = await place.open(), await place.open(faults)
+    for as_json in (False, True):
+        watching = asyncio.create_task(_print_changes(console(), looking, "elections", [], as_json))
+        await asyncio.sleep(1.0)
+        faults.cut()
+        await asyncio.sleep(10.0)
+        faults.heal()
+        await asyncio.sleep(2.0)
+        async with session.campaign("e", name="a"):
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)
+        faults.cut()
+        await asyncio.sleep(10.0)
+        faults.heal()
+        await asyncio.sleep(2.0)
+        watching.cancel()
+        await asyncio.wait({watching})
+        lines = capsys.readouterr().out.splitlines()
+        if as_json:
+            said = [json.loads(line) for line in lines]
+            lost = [bool(line["unreachable_since"]) for line in said]
+            assert lost == [False, True, False, False, False, True, False]
+            assert [line["election"] for line in said][:3] == [None, None, None]
+        else:
+            nothing, gone, again, led, free, gone_again, _ = [line[24:] for line in lines]
+            assert (nothing, again) == ("no elections", "no elections")
+            assert re.fullmatch(r"unreachable since [\d:]+ \(.*\); last known: no elections", gone)
+            assert led.startswith("a leads e")
+            assert free == "e has no leader"
+            assert gone_again.endswith("last known: no elections"), "a name is not kept for ever"
+
+
+@virtual
+async def test_a_view_of_thousands_draws_what_fits(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, session = io.StringIO(), await place.open()
+    terminal = Console(file=out, force_terminal=True, width=80, height=20)
+    monkeypatch.setattr(_screen, "console", lambda: terminal)
+    drawn: list[int] = []
+    table = Table(["name"], [[f"e{number}"] for number in range(5000)], {4321: "red"})
+    whole = Table.__rich__
+
+    def counted(self: Table) -> Any:
+        drawn.append(len(self.rows))
+        return whole(self)
+
+    monkeypatch.setattr(Table, "__rich__", counted)
+    few = Table(["name"], [["x"]])
+    await show_stream(
+        session, states("s"), lambda _: View("t", [few, table]), fields, as_json=False
+    )
+    assert "e4321" in out.getvalue(), "what is notable comes first"
+    assert "and 4991 more" in out.getvalue()
+    assert max(drawn) == 9
+
+
 def test_changes_of_a_group() -> None:
     lost = Unreachable(LOST.since, (Member("w1", 7),), "no answer")
     assert change_text(lost).endswith("; last known: 1 members")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from browser import browser as browser  # a fixture
 from browser import opened, picture
@@ -279,3 +279,15 @@ def test_a_reader_drops_a_message_kills_a_server_and_undoes_it(
         page.get_by_label("Undo line 2").click()
         expect(page.locator("#done li")).to_have_count(1)
         expect(story).not_to_contain_text("is killed")
+
+        # What is done while the lab still runs is added to what was done before.
+        held: list[Route] = []
+        page.route("**/run", lambda route: held.append(route))  # noqa: PLW0108 - it needs a function of Python
+        for what in ("Pause its process", "Cut its power"):
+            page.get_by_label(f"Do something to {leader[1]}").click()
+            page.get_by_role("button", name=what).click()
+        for number in (1, 2):
+            while len(held) < number:
+                page.wait_for_timeout(20)
+            held[number - 1].continue_()
+            expect(page.locator("#done li")).to_have_count(1 + number)

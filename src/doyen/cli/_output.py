@@ -107,6 +107,17 @@ class Table:
     styles: dict[int, str] = field(default_factory=dict)
     """Styles of rows, by row number."""
 
+    def first(self, number: int) -> Table:
+        """A table of that many rows: those with a style, which are notable, and then the others.
+
+        >>> Table(["name"], [["a"], ["b"], ["c"]], {2: "red"}).first(2)
+        Table(headings=['name'], rows=[['c'], ['a']], styles={0: 'red'})
+        """
+        others = (row for row in range(len(self.rows)) if row not in self.styles)
+        kept = [*sorted(self.styles), *others][:number]
+        styles = {at: self.styles[row] for at, row in enumerate(kept) if row in self.styles}
+        return Table(self.headings, [self.rows[row] for row in kept], styles)
+
     def __str__(self) -> str:
         lines = [[heading.lstrip(">") for heading in self.headings], *self.rows]
         widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]

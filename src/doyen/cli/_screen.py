@@ -13,7 +13,7 @@ from contextlib import aclosing, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from doyen.cli._output import Console, console, print_json, printable
+from doyen.cli._output import Console, Table, console, print_json, printable
 from doyen.model import Unreachable
 from doyen.session import Session
 
@@ -149,6 +149,24 @@ class _Live:
             Text(self._view.title, style="bold red" if self._lost else "bold"),
             Text(f"as of {as_of}; Ctrl-C ends", style="dim"),
         ]
-        for part in self._view.parts:
+        for part in fitting(self._view.parts, self._live.console.size.height - len(parts)):
             parts += [Text(), Text(part) if isinstance(part, str) else part]
         self._live.update(Group(*parts), refresh=True)
+
+
+def fitting(parts: Sequence[object], lines: int) -> list[object]:
+    """What fits on a screen of so many lines: of a long table the notable rows, and as many of the
+    others as there is room for. Thousands of rows would take seconds to draw."""
+    shown: list[object] = []
+    for part in parts:
+        if not isinstance(part, Table):
+            shown.append(part)
+            lines -= 2
+            continue
+        room = max(1, lines - 5)  # an empty line, two of headings, and an empty one before the rest
+        if len(part.rows) <= room:
+            shown.append(part)
+        else:
+            shown += [part.first(room), f"and {len(part.rows) - room} more"]
+        lines -= 3 + min(room, len(part.rows))
+    return shown

@@ -34,7 +34,7 @@ line for every change of each of them otherwise.
 
 If the store does not answer for a ttl, a line says so, with the leader that was known last, and
 another follows when it answers. With --json each line is a JSON object: "as_of" is when the store
-last answered.
+last answered. A store without elections has a line of its own, with null for the election.
 
 exit codes:
   0    ended by Ctrl-C, the usual way to end it
@@ -91,6 +91,10 @@ def _print(
         text = lost_text(leader, leader_text(election, leader.last, kind))
     else:
         text = leader_text(election, leader, kind)
+    _print_line(out, text)
+
+
+def _print_line(out: Console, text: str) -> None:
     at = datetime.now().astimezone()
     out.print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], text)
 
@@ -129,9 +133,10 @@ def _view(kind: Kind) -> Callable[[Inventory], View]:
 async def _print_changes(
     out: Console, session: Session, kind: Kind, names: list[str], as_json: bool
 ) -> None:
-    """Print a line for each election, then one for every change of each of them."""
+    """Print a line for each election, then one for every change of each of them. A store without
+    elections has a line, too."""
     known: dict[str, Leader | None] = {}
-    lost = False
+    lost = True
     async with aclosing(_chosen(session, kind, names)) as inventories:
         async for seen in inventories:
             if isinstance(seen, Unreachable):
@@ -139,6 +144,8 @@ async def _print_changes(
                 for name, last in known.items():
                     gone = Unreachable(seen.since, last, seen.error)
                     _print(out, session, name, gone, kind, as_json)
+                if not known:
+                    _print_none(out, session, seen, kind, as_json)
                 continue
             lines: Mapping[str, Line] = getattr(seen, kind)
             for name in sorted({*known, *lines}):
@@ -146,4 +153,26 @@ async def _print_changes(
                 if lost or name not in known or known[name] != leader:
                     _print(out, session, name, leader, kind, as_json)
                 known[name] = leader
+            if lost and not known:
+                _print_none(out, session, seen, kind, as_json)
+            known = {name: leader for name, leader in known.items() if name in lines}
             lost = False
+
+
+def _print_none(
+    out: Console,
+    session: Session,
+    seen: Inventory | Unreachable[Inventory],
+    kind: Kind,
+    as_json: bool,
+) -> None:
+    """Print that there is no election, or that the store does not answer and none was known."""
+    if as_json:
+        print_json(
+            stated(session, seen, lambda _: {"election": None, "kind": kind, "leader": None})
+        )
+        return
+    text = f"no {kind}"
+    if isinstance(seen, Unreachable):
+        text = lost_text(seen, text)
+    _print_line(out, text)

@@ -62,9 +62,15 @@ const ACTS = {
   drop: 'drop message',
   transfer: 'hand over',
 };
-async function act(...faults) {
-  await rerun([...film.play.run.faults, ...faults]);
+/* One after the other: what is done while the lab runs is added to what was done before. */
+let acting = Promise.resolve();
+function act(...faults) {
+  acting = acting.then(() => rerun([...film.play.run.faults, ...faults]));
 }
+/* What replaces the whole list waits for the reader to see the list that it is about. */
+const ifIdle = what => {
+  if (!document.body.hasAttribute('aria-busy')) what();
+};
 async function rerun(faults, change = {}) {
   const run = { ...film.play.run, ...change, faults };
   $('doing-error').hidden = true;
@@ -96,7 +102,7 @@ function makeDoing() {
       const li = el('li'),
         b = el('button', '', '✕');
       b.setAttribute('aria-label', `Undo line ${k + 1}`);
-      b.onclick = () => rerun(faults.filter((_, j) => j !== k));
+      b.onclick = () => ifIdle(() => rerun(faults.filter((_, j) => j !== k)));
       li.append(
         el('span', 'mono faint', f.at.toFixed(3)),
         el(
@@ -116,7 +122,7 @@ function makeDoing() {
   row.replaceChildren();
   const button = (text, what) => {
     const b = el('button', '', text);
-    b.onclick = what;
+    b.onclick = () => ifIdle(what);
     row.append(b);
   };
   button('Another seed', () => rerun([], { seed: film.play.run.seed + 1 }));
