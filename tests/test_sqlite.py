@@ -145,7 +145,7 @@ async def test_the_entries_of_a_dead_lease_are_gone_for_every_method(tmp_path: P
         watch.close()
 
 
-def test_the_first_lease_of_a_handle_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
+def test_the_first_ticket_of_a_handle_removes_leftovers_of_dead_processes(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
 
     async def leave() -> None:
@@ -169,6 +169,7 @@ def test_the_first_lease_of_a_handle_removes_leftovers_of_dead_processes(tmp_pat
             assert await store.get("k") is None
             assert len(list(folder.iterdir())) == before  # it only looks
             lease = await store.grant(TTL_S)
+            await store.enqueue("line", b"", lease)
             assert await store.get("k") is None
             kept = {file.suffix: file.stem for file in folder.iterdir()}
             assert kept.keys() == {".inbox", ".lease", ".alive"}
@@ -200,7 +201,7 @@ def test_leases_of_another_boot_are_observed_by_those_who_take_part(
         ended: list[Event] = []
         clock = VirtualClock()
         async with stores(path, clock=clock, emit=ended.append) as (store,):
-            await store.grant(TTL_S)
+            await store.enqueue("line", b"", await store.grant(TTL_S))
             assert await store.get("k") is not None
             clock.advance(0.19)
             assert await store.get("k") is not None
@@ -466,6 +467,7 @@ async def test_database_errors_are_mapped_and_leave_no_partial_writes(
 ) -> None:
     async with stores(tmp_path / "x.db") as (store,):
         lease = await store.grant(TTL_S)
+        await store.enqueue("line", b"", lease)  # from now on it takes part
         database = store._database
         database._execute = Failing(database._execute, statement, code)
         answers = await asyncio.gather(

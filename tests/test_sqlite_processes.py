@@ -31,7 +31,7 @@ import pytest
 from doyen.errors import DoyenError, StoreUnavailable
 from doyen.events import Event, LeaseEnded
 from doyen.lease.clock import SystemClock
-from doyen.model import Entry, Lease
+from doyen.model import Entry, Lease, order_key
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.database import Database
@@ -189,6 +189,11 @@ def test_a_handle_that_only_looks_leaves_the_proof_of_a_death_to_those_that_take
             assert await page.get("k") is None
         async with opened(path) as late:
             assert await late.get("k") is None
+            # As `doyen resign` does it, which has no audit log.
+            order = await late.grant(TTL_S)
+            assert (await late.create(order_key("k"), b"", order)).won
+            assert await late.get("k") is None
+            await late.revoke(order)
         async with opened(path, events) as store:
             lease = await store.grant(TTL_S)
             assert (await store.create("k", b"mine", lease)).won

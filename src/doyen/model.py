@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -508,6 +509,17 @@ def line_key(name: str, kind: Kind = "elections") -> str:
 
 def notice_key(name: str, attempt: str, kind: Kind = "elections") -> str:
     return f"{_path(name, kind)}/mail/{attempt}"
+
+
+def belongs_to_order(key: str) -> bool:
+    """Whether an entry is an order or the notice for its successor.
+
+    >>> belongs_to_order(order_key("a")), belongs_to_order(notice_key("a", "1f"))
+    (True, True)
+    >>> belongs_to_order(leader_key("mail")), belongs_to_order(leader_key("order"))
+    (False, False)
+    """
+    return re.search("/leader/order$|/.+/mail/[^/]+$", key) is not None
 
 
 def config_key(name: str, *parts: object) -> str:

@@ -32,7 +32,7 @@ from typing import Literal, TypeVar
 from doyen.errors import LeaseGone, StoreError
 from doyen.events import LeaseEnded
 from doyen.lease.clock import boot_id
-from doyen.model import Entry, Finding, Lease, Version
+from doyen.model import Entry, Finding, Lease, Version, belongs_to_order
 from doyen.stores.kit.lifecycle import GuardedStore, opened
 from doyen.stores.kit.url import whole_number
 from doyen.stores.port import Capabilities, Context, Creation, StoreURL, Watch
@@ -104,8 +104,6 @@ class SQLiteStore(GuardedStore):
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
         granted_s = max(ttl_s, self.capabilities.ttl_min_s)
-        if self._leases.looks_only:
-            await self._take_part()
         try:
             return Lease(self._leases.grant(granted_s), granted_s)
         except OSError as error:
@@ -143,6 +141,8 @@ class SQLiteStore(GuardedStore):
         return self._database.submit(run, writes=writes, durable=durable)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        if not belongs_to_order(key):
+            await self._take_part()
         return await self._submit(lambda tables: tables.create(key, value, lease.id))
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
@@ -155,6 +155,7 @@ class SQLiteStore(GuardedStore):
         return await self._submit(lambda tables: tables.delete(key, if_version))
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        await self._take_part()
         return await self._submit(lambda tables: tables.enqueue(line, value, lease.id, rank))
 
     async def ahead(self, ticket: Entry) -> Entry | None:
@@ -219,7 +220,13 @@ class SQLiteStore(GuardedStore):
         self._emit(LeaseEnded(lease=lease, cause=cause))
 
     async def _take_part(self) -> None:
-        """Remove leftovers of dead processes. From now on this handle ends their leases."""
+        """Remove leftovers of dead processes. From now on this handle ends their leases.
+
+        One that only gives orders does not take part. It is often a command without an audit log.
+        """
+        self._require_usable()
+        if not self._leases.looks_only:
+            return
         self._leases.looks_only = False
         undecided: set[str] = set()
         with suppress(StoreError):  # what is left is removed when it is next read

@@ -143,10 +143,10 @@ class LocalLeases:
         self._told: set[str] = set()
         """Leases of dead owners whose end was reported, and which this handle left to others."""
         self.looks_only = True
-        """The handle has not asked for a lease, so it takes no part in elections. It treats a dead
-        owner's lease as ended, and leaves its files and rows to a handle that takes part: that one
-        finds the death itself, and records it before it acts on it. Without that record, `verify`
-        would take the next term for an overlap with the dead owner's."""
+        """The handle has not asked for a record or a ticket, so it takes no part in elections. It
+        treats a dead owner's lease as ended, and leaves its files and rows to a handle that takes
+        part: that one finds the death itself, and records it before it acts on it. Without that
+        record, `verify` would take the next term for an overlap with the dead owner's."""
 
     def grant(self, ttl_s: float) -> str:
         """Grant a lease and hold it."""
