@@ -101,6 +101,10 @@ class FragileDisk(FileSystem):
         if self.room is not None and more > 0 and used + more > self.room:
             raise OSError(errno.ENOSPC, "no space left on device")
 
+    def free(self, folder: Path) -> int:
+        used = sum(len(inode.data) for inode in self.inodes.values())
+        return 1 << 40 if self.room is None else max(0, self.room - used)
+
     def make_folder(self, path: Path) -> None:
         pass
 

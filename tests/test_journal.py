@@ -17,6 +17,7 @@ import pytest
 from msgspec import Struct
 
 from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.lab.files import Files
 from doyen.quorum.consensus.core import (
     EntryKind,
     Install,
@@ -390,12 +391,47 @@ class TestFull:
         disk.room, token = 0, 1
         journal.persist(Persist(token, None, 1, entries(50, 300)))
         await until(lambda: journal.full)
-        disk.room = 1 << 20
+        disk.room = 1 << 22
         async with asyncio.timeout(5):
             while journal.full:
                 await acks.upto(token)
                 token += 1
                 journal.persist(Persist(token, Voted(token, "n1")))
+        await journal.close()
+
+    async def test_it_is_noticed_while_nothing_is_written(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a follower while the leader refuses writes. The reserve stays for what is written
+        then."""
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
+        disk = Files()
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, ahead_bytes=100)
+        acks = Acks(journal)
+        journal.persist(Persist(1, Voted(1, "n1")))
+        await acks.upto(1)
+        assert not journal.full
+        disk.fill(True)
+        await until(lambda: journal.full)
+        assert "reserve" in disk.names(Path("data"))
+        disk.fill(False)
+        await until(lambda: not journal.full)
+        await journal.close()
+
+    async def test_a_disk_that_was_found_full_takes_writes_from_the_reserve(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
+        disk = FragileDisk()
+        sizes = {"ahead_bytes": 100, "reserve_bytes": 5000}
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk, **sizes)
+        acks = Acks(journal)
+        disk.squeeze(0)
+        await until(lambda: journal.full)
+        journal.persist(Persist(1, None, 1, entries(5, 300)))
+        await acks.upto(1)
+        assert journal.full
+        assert "reserve" not in disk.files()
         await journal.close()
 
     async def test_can_be_closed_and_opened(self) -> None:

@@ -107,6 +107,11 @@ class FileSystem:
     def allocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
 
+    def free(self, folder: Path) -> int:
+        """How many bytes this user may still write to the disk of a directory."""
+        disk = os.statvfs(folder)
+        return (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
+
     def lock(self, fd: int) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

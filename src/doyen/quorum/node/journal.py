@@ -70,6 +70,8 @@ IDLE_S = 0.005
 comes sooner, and shows as well that the one before it was synced."""
 RETRY_S = 0.25
 """How often a full disk is checked for space."""
+LOOK_S = 5.0
+"""The same while nothing is written to a disk that had space: others may fill it."""
 
 T = TypeVar("T")
 
@@ -102,6 +104,7 @@ class FileJournal:
         self.syncs = Histogram()
         """How long syncs of the log took."""
         self._reserve_bytes = reserve_bytes
+        self._ahead_bytes = ahead_bytes
         try:
             ledger = self._open(identity, state, segment_bytes, ahead_bytes)
         except OSError as error:
@@ -143,7 +146,7 @@ class FileJournal:
             if not known:
                 write_identity(disk, folder, identity)
             # Whether the disk has no room for more proposals. What is on it stays.
-            self.full = not self._restore_reserve()
+            self.full = not self._has_space()
         except BaseException:
             disk.close(self._lock)
             raise
@@ -323,18 +326,21 @@ class FileJournal:
             self._log.seal()
 
     def _wait(self) -> _Write | None:
-        """Wait for a write. Meanwhile, or between writes, check a full disk for space."""
+        """Wait for a write. Meanwhile, or between writes, check the disk for space."""
         timeout_s: float | None = IDLE_S
         while True:
             if self.full and time.monotonic() >= self._restore_at:
-                self.full = not self._restore_reserve()
+                self.full = not self._has_space()
                 self._restore_at = time.monotonic() + RETRY_S
             try:
                 return self._queue.get(timeout=timeout_s)
             except queue.Empty:
                 if timeout_s == IDLE_S:
                     self._seal()
-                timeout_s = RETRY_S if self.full else None
+                elif not self.full:
+                    with suppress(OSError):  # the next write finds out what is wrong
+                        self.full = not self._has_space()
+                timeout_s = RETRY_S if self.full else LOOK_S
 
     def _write(self, writes: list[_Write]) -> int:
         """Write as much of this to disk as there is space for. Returns how many writes that is."""
@@ -356,9 +362,9 @@ class FileJournal:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                if self.full:
-                    break
                 self.full, self._restore_at = True, time.monotonic() + RETRY_S
+                if not self._reserved():
+                    break
                 self._disk.remove(self._folder / "reserve")
                 continue
             written += len(some)
@@ -366,6 +372,10 @@ class FileJournal:
             if self._log.unused:
                 self._remove(self._log.take_unused())
         return written
+
+    def _has_space(self) -> bool:
+        """Whether the reserve is there, or can be restored, and the log can still grow."""
+        return self._restore_reserve() and self._disk.free(self._folder) >= self._ahead_bytes
 
     def _restore_reserve(self) -> bool:
         """Restore the reserve, if there is space for it."""
