@@ -99,8 +99,7 @@ def _public(node: ast.ClassDef) -> Iterator[Function | ast.AnnAssign]:
     """What users of a class meet, which is not how a session or a term is made and ended."""
     made = ("Session", "Config", "Subscription", "ShardSet", "OwnedShards", "ShardTerm")
     hidden = {name: {"__init__"} for name in made}
-    supervisors = {"on_renewal", "proof", "run_begins", "run_ended"}  # such as doyen run
-    hidden["Term"] = {"__init__", "loss", *supervisors}
+    hidden["Term"] = {"__init__", "loss"}
     for each in node.body:
         if isinstance(each, Function):
             public = each.name == "__init__" or not each.name.startswith("_")

@@ -43,7 +43,7 @@ async def test_listeners_for_renewals_end_with_their_term(place: Place) -> None:
     deadlines: list[float] = []
     for _ in range(5):
         async with session.campaign("e") as term:
-            term.on_renewal(deadlines.append)
+            term._on_renewal(deadlines.append)
             deadlines.clear()
             await asyncio.sleep(TTL_S)
             assert deadlines == sorted(set(deadlines))

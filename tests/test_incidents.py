@@ -639,7 +639,7 @@ async def test_a_listener_that_fails_does_not_end_the_renewals(place: Place) -> 
         raise ZeroDivisionError
 
     async with session.campaign("e") as term:
-        term.on_renewal(fail)
+        term._on_renewal(fail)
         await asyncio.sleep(10 * TTL_S)
         assert term.valid
 

@@ -445,13 +445,13 @@ def test_a_successor_waits_for_what_a_body_does_in_a_pool_of_threads(
 async def test_a_record_stays_until_the_processes_of_its_term_are_gone(place: Place) -> None:
     first, second = await place.open(), await place.open()
     async with first.campaign("e", name="first") as term:
-        runs = [term.run_begins(), term.run_begins()]
+        runs = [term._run_begins(), term._run_begins()]
     assert not term.valid
     waiting = asyncio.create_task(second.campaign("e", name="second").__aenter__())
     for run in runs:
         await asyncio.sleep(3 * TTL_S)
         assert place.holder() == "first"
-        term.run_ended(run)
+        term._run_ended(run)
     assert (await asyncio.wait_for(waiting, 0.1)).valid
 
 
@@ -461,13 +461,13 @@ async def test_a_lease_is_not_revoked_while_a_process_of_its_term_may_live(place
     first, second = await place.open(), await place.open()
     lock = first.lock("l")
     term = await lock.acquire()
-    run, began = term.run_begins(), now()
+    run, began = term._run_begins(), now()
     core_of(first).leases.bodies_suspended(ended=True)
     await first.close()
     assert not term.valid
     async with second.lock("l"):
         assert now() - began > STOP_BUDGET_S
-    term.run_ended(run)
+    term._run_ended(run)
     with pytest.raises(doyen.LeadershipLost, match="closed"):
         await lock.release()
 

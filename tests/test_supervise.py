@@ -43,22 +43,22 @@ class Tenure(Term):
         self.token = 42
         self.valid_until = now() + valid_s
         self.stop_budget_s = budget_s
-        self._proof = proof
+        self._descriptors = proof
         self._renewed: list[Callable[[float], None]] = []
 
-    def proof(self) -> tuple[int, ...]:
-        return tuple(map(os.dup, self._proof))
+    def _proof(self) -> tuple[int, ...]:
+        return tuple(map(os.dup, self._descriptors))
 
-    def run_begins(self) -> int:
+    def _run_begins(self) -> int:
         return self.run_number
 
-    def run_ended(self, run: int) -> None:
+    def _run_ended(self, run: int) -> None:
         assert run == self.run_number
 
     def on_end(self, listener: Callable[[], None], /) -> None:
         pass
 
-    def on_renewal(self, listener: Callable[[float], None], /) -> None:
+    def _on_renewal(self, listener: Callable[[float], None], /) -> None:
         self._renewed.append(listener)
 
     def renew(self, valid_s: float) -> None:

@@ -54,18 +54,18 @@ class RunningTerm:
     def __init__(self) -> None:
         self.runs: set[int] = set()
 
-    def on_renewal(self, listener: Callable[[float], None]) -> None: ...
+    def _on_renewal(self, listener: Callable[[float], None]) -> None: ...
 
     def on_end(self, listener: Callable[[], None]) -> None: ...
 
-    def proof(self) -> tuple[int, ...]:
+    def _proof(self) -> tuple[int, ...]:
         return ()
 
-    def run_begins(self) -> int:
+    def _run_begins(self) -> int:
         self.runs.add(1)
         return 1
 
-    def run_ended(self, run: int) -> None:
+    def _run_ended(self, run: int) -> None:
         self.runs.discard(run)
 
 
@@ -228,7 +228,7 @@ def test_descriptors_that_are_closed_meanwhile_are_not_passed_on() -> None:
             session.campaign("e") as term,
         ):
             open_before = set(os.listdir("/proc/self/fd"))
-            assert term.proof() == ()
+            assert term._proof() == ()
             assert set(os.listdir("/proc/self/fd")) <= open_before
             assert store.asked >= 3
 

@@ -274,7 +274,7 @@ class WardedProcess(Process):
 
     async def run_command(self, term: Term) -> None:
         """A command, as `doyen.supervise` runs one."""
-        key, run = (term.election, term.token), term.run_begins()
+        key, run = (term.election, term.token), term._run_begins()
         self.runs[key] = run, self.warding.link
         self.world.oracle.commands.add(key)
         try:
@@ -285,7 +285,7 @@ class WardedProcess(Process):
                 _, link = self.runs.pop(key)
                 if link is not None:
                     link.say(run)  # the guard does
-                term.run_ended(run)
+                term._run_ended(run)
 
     def pinged(self, link: Link, ping: int) -> None:
         if not self.crashed and not self.frozen and link is self.warding.link:

@@ -202,12 +202,12 @@ class Term:
         assert self._publisher is not None, "the term was made without a record"
         return self._publisher
 
-    def on_renewal(self, listener: Callable[[float], None]) -> None:
+    def _on_renewal(self, listener: Callable[[float], None]) -> None:
         """Have `listener` called with each new deadline, on doyen's thread, until the term is over.
         It must not block."""
         self.on_end(self._keepalive.on_renewal(listener))
 
-    def proof(self) -> tuple[int, ...]:
+    def _proof(self) -> tuple[int, ...]:
         """Descriptors that prove this process alive while any copy of them is open. These are
         copies, and the caller closes them.
 
@@ -215,14 +215,14 @@ class Term:
         """
         return self._keepalive.proof()
 
-    def run_begins(self) -> int:
+    def _run_begins(self) -> int:
         """For supervisors: processes are about to be started that may outlive this one. Until they
         have ended, neither the record of this term is deleted nor its lease revoked. Returns the
         number of this run, 0 without a warden."""
         self._keepalive.run_begins(self)
         return self._keepalive.warding.run_begins()
 
-    def run_ended(self, run: int) -> None:
+    def _run_ended(self, run: int) -> None:
         """For supervisors: none of the processes of this run is alive."""
         self._keepalive.warding.run_ended(run)
         self._keepalive.run_ended(self)

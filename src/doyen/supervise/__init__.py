@@ -131,12 +131,12 @@ class Supervisor:
             self._start_guard()
         if term is not self._term:
             self._term = term
-            term.on_renewal(partial(self._renewed, term))
+            term._on_renewal(partial(self._renewed, term))
             term.on_end(partial(self._body_ended, term))
         self._main = None
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        run = self._run = _Run(term, term.run_begins(), ended)
-        proof = term.proof()
+        run = self._run = _Run(term, term._run_begins(), ended)
+        proof = term._proof()
         sent = self._send(
             guard.START,
             term.token,
@@ -290,7 +290,7 @@ class Supervisor:
         self._started()
         if self._takeover is not None:
             self._takeover.cancel()
-        run.term.run_ended(run.number)
+        run.term._run_ended(run.number)
         if run.unstarted:
             run.ended.set_exception(GuardFailed(run.unstarted))
         elif expired:
