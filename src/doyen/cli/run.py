@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from itertools import takewhile
 from types import TracebackType
-from typing import ClassVar
 
 import doyen
 from doyen.cli._output import add_lease_options, add_option, add_store_option, choose_for, duration
@@ -353,11 +352,6 @@ class _StderrReporter(logging.Handler):
     by the main loop, which does not renew leases.
     """
 
-    _entered: ClassVar[list[_StderrReporter]] = []
-    """Commands may run at the same time in one process. The first changes the logger, and the last
-    restores it."""
-    _before: ClassVar[tuple[int, bool]] = (logging.NOTSET, True)
-
     def __init__(self, *, as_json: bool, verbose: bool, manager: ServiceManager) -> None:
         super().__init__(logging.DEBUG)
         self._manager = manager
@@ -368,13 +362,12 @@ class _StderrReporter(logging.Handler):
         self._as_json = as_json
         self._loop = asyncio.get_running_loop()
         self._logger = logging.getLogger("doyen")
+        self._level_before = logging.NOTSET
 
     def __enter__(self) -> None:
-        if not self._entered:
-            _StderrReporter._before = self._logger.level, self._logger.propagate
-            self._logger.setLevel(self.level)
-            self._logger.propagate = False
-        self._entered.append(self)
+        others = self._others()
+        self._level_before = others[0]._level_before if others else self._logger.level
+        self._logger.setLevel(self.level)
         self._logger.addHandler(self)
 
     def __exit__(
@@ -384,10 +377,12 @@ class _StderrReporter(logging.Handler):
         traceback: TracebackType | None,
     ) -> None:
         self._logger.removeHandler(self)
-        self._entered.remove(self)
-        if not self._entered:
-            level, self._logger.propagate = self._before
-            self._logger.setLevel(level)
+        if not self._others():
+            self._logger.setLevel(self._level_before)
+
+    def _others(self) -> list[_StderrReporter]:
+        """Commands may run at the same time in one process. The last restores the logger."""
+        return [each for each in self._logger.handlers if isinstance(each, _StderrReporter)]
 
     def emit(self, record: logging.LogRecord) -> None:
         event: Record | None = getattr(record, "doyen", None)

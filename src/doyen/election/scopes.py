@@ -16,9 +16,10 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from typing import TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from doyen.election.candidate import Candidacy, Claiming, entered_terms
 from doyen.election.core import SessionCore
@@ -35,6 +36,7 @@ from doyen.events.log_lines import log_line
 from doyen.lease.lifetime import body_begins, body_ended
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.semaphore import SlotClaiming
+from doyen.model import Leader
 from doyen.term import Term, TermState
 
 __all__ = [
@@ -47,7 +49,7 @@ __all__ = [
     "Rounds",
 ]
 
-C = TypeVar("C")
+C = TypeVar("C", "Campaign", "BlockingCampaign")
 log = logging.getLogger("doyen")
 
 AT_ONCE_S = 0.1
@@ -105,20 +107,6 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     if again or isinstance(error, LeadershipLost):
         return False
     raise term.loss()
-
-
-def take_held(entered: list[tuple[object, C]], holder: object, *, newest: bool = False) -> C:
-    """Take out the campaign that this holder entered, else another's: the first, or the newest. A
-    holder that lost a lock may be at work when the next one has it, and each has to hear of its
-    own. A scope may be left by another task or thread than entered it, as test fixtures are."""
-    while held := entered[::-1] if newest else entered[:]:
-        mine = next((each for each in held if each[0] is holder), held[0])
-        try:
-            entered.remove(mine)
-        except ValueError:
-            continue  # another thread has taken it
-        return mine[1]
-    raise RuntimeError("the lock is not held: acquire comes before release")
 
 
 class Campaign:
@@ -231,7 +219,54 @@ class RepeatedCampaign(Campaign):
         return await self.leave(error, again=True)
 
 
-class Lock:
+class _HeldLock(Generic[C]):
+    """What both kinds of locks keep: the campaigns that were entered through this object, each with
+    the task or thread that entered it."""
+
+    def __init__(
+        self, core: SessionCore, settings: CampaignSettings, holder: Callable[[], object]
+    ) -> None:
+        """`holder` returns the task or thread that runs now."""
+        self._core = core
+        self._settings = settings
+        self._holder = holder
+        self._scopes: list[tuple[object, C]] = []
+        self._acquired: list[tuple[object, C]] = []
+
+    @property
+    def term(self) -> Term | None:
+        """The term of the holder, if the lock was acquired through this object."""
+        held = [*self._acquired, *self._scopes]
+        return held[-1][1].term if held else None
+
+    def _waiting(self, wait_s: float | None) -> CampaignSettings:
+        return self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
+
+    def _keep(self, entered: list[tuple[object, C]], campaign: C) -> None:
+        entered.append((self._holder(), campaign))
+
+    def _take(self, entered: list[tuple[object, C]], *, newest: bool = False) -> C:
+        """Take out the campaign that this holder entered, else another's: the first, or the newest.
+        A holder that lost a lock may be at work when the next one has it, and each has to hear of
+        its own. A scope may be left by another task or thread than entered it, as test fixtures
+        are."""
+        holder = self._holder()
+        while held := entered[::-1] if newest else entered[:]:
+            mine = next((each for each in held if each[0] is holder), held[0])
+            try:
+                entered.remove(mine)
+            except ValueError:
+                continue  # another thread has taken it
+            return mine[1]
+        raise RuntimeError("the lock is not held: acquire comes before release")
+
+    def _reading(self) -> Coroutine[Any, Any, Leader | None]:
+        core, settings = self._core, self._settings
+        core.check_open()
+        return core.run(lambda: read_leader(core, settings.election, settings.kind))
+
+
+class Lock(_HeldLock[Campaign]):
     """A lock, as a scope or by calls. Made by `Session.lock`. Tasks may share it.
 
     lock = session.lock("migration")
@@ -243,25 +278,16 @@ class Lock:
     """
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
-        self._core = core
-        self._settings = settings
-        self._scopes: list[tuple[object, Campaign]] = []
-        self._acquired: list[tuple[object, Campaign]] = []
-
-    @property
-    def term(self) -> Term | None:
-        """The term of the holder, if the lock was acquired through this object."""
-        held = [*self._acquired, *self._scopes]
-        return held[-1][1].term if held else None
+        super().__init__(core, settings, asyncio.current_task)
 
     async def __aenter__(self) -> Term:
         campaign = Campaign(self._core, self._settings)
         term = await campaign.__aenter__()
-        self._scopes.append((asyncio.current_task(), campaign))
+        self._keep(self._scopes, campaign)
         return term
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        scope = take_held(self._scopes, asyncio.current_task(), newest=True)
+        scope = self._take(self._scopes, newest=True)
         await scope.__aexit__(kind, error, trace)
 
     @overload
@@ -277,8 +303,7 @@ class Lock:
         A loss cancels nothing, because there is no scope: look at `term.valid`, or wait for
         `term.lost()`.
         """
-        settings = self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
-        campaign = Campaign(self._core, settings)
+        campaign = Campaign(self._core, self._waiting(wait_s))
         try:
             term = await campaign.enter(cancels=False)
         except AlreadyCampaigning:
@@ -287,19 +312,16 @@ class Lock:
             if wait_s is None:
                 raise
             return None
-        self._acquired.append((asyncio.current_task(), campaign))
+        self._keep(self._acquired, campaign)
         return term
 
     async def release(self) -> None:
         """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
-        await take_held(self._acquired, asyncio.current_task()).leave()
+        await self._take(self._acquired).leave()
 
     async def locked(self) -> bool:
         """Whether anybody holds the lock, read from the store."""
-        core, settings = self._core, self._settings
-        core.check_open()
-        reading = core.run(lambda: read_leader(core, settings.election, settings.kind))
-        return await core.runtime.do(reading) is not None
+        return await self._core.runtime.do(self._reading()) is not None
 
 
 class BlockingCampaign:
@@ -393,7 +415,7 @@ class RepeatedBlockingCampaign(BlockingCampaign):
         return self.leave(error, again=True)
 
 
-class BlockingLock:
+class BlockingLock(_HeldLock[BlockingCampaign]):
     """A lock, as a scope or by calls. Made by `BlockingSession.lock`. Threads may share it.
 
     lock = session.lock("migration")
@@ -407,26 +429,17 @@ class BlockingLock:
     def __init__(
         self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
     ) -> None:
-        self._core = core
+        super().__init__(core, settings, threading.current_thread)
         self._runtime = runtime
-        self._settings = settings
-        self._scopes: list[tuple[object, BlockingCampaign]] = []
-        self._acquired: list[tuple[object, BlockingCampaign]] = []
-
-    @property
-    def term(self) -> Term | None:
-        """The term of the holder, if the lock was acquired through this object."""
-        held = [*self._acquired, *self._scopes]
-        return held[-1][1].term if held else None
 
     def __enter__(self) -> Term:
         campaign = BlockingCampaign(self._core, self._runtime, self._settings)
         term = campaign.__enter__()
-        self._scopes.append((threading.current_thread(), campaign))
+        self._keep(self._scopes, campaign)
         return term
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        scope = take_held(self._scopes, threading.current_thread(), newest=True)
+        scope = self._take(self._scopes, newest=True)
         scope.__exit__(kind, error, trace)
 
     @overload
@@ -438,8 +451,7 @@ class BlockingLock:
     def acquire(self, *, wait_s: float | None = None) -> Term | None:
         """Wait for the lock, and return its term; None if `wait_s` has passed first. Pair it with
         `release`."""
-        settings = self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
-        campaign = BlockingCampaign(self._core, self._runtime, settings)
+        campaign = BlockingCampaign(self._core, self._runtime, self._waiting(wait_s))
         try:
             term = campaign.__enter__()
         except AlreadyCampaigning:
@@ -448,19 +460,16 @@ class BlockingLock:
             if wait_s is None:
                 raise
             return None
-        self._acquired.append((threading.current_thread(), campaign))
+        self._keep(self._acquired, campaign)
         return term
 
     def release(self) -> None:
         """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
-        take_held(self._acquired, threading.current_thread()).leave()
+        self._take(self._acquired).leave()
 
     def locked(self) -> bool:
         """Whether anybody holds the lock, read from the store."""
-        core, settings = self._core, self._settings
-        core.check_open()
-        reading = core.run(lambda: read_leader(core, settings.election, settings.kind))
-        return self._runtime.do_blocking(reading) is not None
+        return self._runtime.do_blocking(self._reading()) is not None
 
 
 class Rounds:
