@@ -6,8 +6,18 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from etcd_door import doors
+from servers.consul import RECIPE
+from servers.etcd import ETCDCTL
+from servers.fetch import obtain
 
 LEADS = "leads"
 BODY = f"echo {LEADS}; exec sleep 1000"
@@ -59,3 +69,127 @@ class ForeignCandidate:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._output.close()
+
+
+class Others(ABC):
+    """A server, and the other program whose candidates take part there."""
+
+    url: str
+    ttl_s = 2.0
+    shown = "theirs"
+    """How its candidates show themselves."""
+    has_line = True
+    patience_s = 60.0
+
+    def __init__(self) -> None:
+        self.started: list[ForeignCandidate] = []
+
+    @abstractmethod
+    def command(self, name: str, body: str) -> ForeignCandidate:
+        """A candidate that leads until it is interrupted."""
+
+    def candidate(self, name: str, body: str = BODY) -> ForeignCandidate:
+        return self.keep(self.command(name, body))
+
+    def ours(self, name: str, body: str = BODY, url: str = "") -> ForeignCandidate:
+        """`doyen run` as a process."""
+        store = ["--store", url or self.url, "--ttl", f"{self.ttl_s:g}", "--name", "process"]
+        command = [sys.executable, "-m", "doyen", "run", *store, name, "--", "sh", "-c", body]
+        return self.keep(ForeignCandidate(command))
+
+    def keep(self, started: ForeignCandidate) -> ForeignCandidate:
+        self.started.append(started)
+        return started
+
+    def close(self) -> None:
+        for each in self.started:
+            each.kill()
+
+
+class Etcdctl(Others):
+    """`etcdctl lock`, whose value is empty; `etcdctl elect` has a proposal."""
+
+    shown = ""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.url = f"etcd://{address}?layout=concurrency"
+        self._endpoint = address
+
+    def run(self, *arguments: str) -> ForeignCandidate:
+        command = [str(obtain(ETCDCTL).path), *arguments]
+        return self.keep(
+            ForeignCandidate(command, ETCDCTL_API="3", ETCDCTL_ENDPOINTS=self._endpoint)
+        )
+
+    def command(self, name: str, body: str) -> ForeignCandidate:
+        return self.run("lock", "--ttl=2", name, "--", "sh", "-c", body)
+
+
+class Kazoo(Others):
+    """kazoo's `Election`, in a process of its own."""
+
+    PROGRAM = """
+import subprocess, sys
+from kazoo.client import KazooClient
+
+def lead():
+    subprocess.run(["sh", "-c", sys.argv[3]])
+
+client = KazooClient(sys.argv[1], timeout=2)
+client.start()
+try:
+    client.Election(sys.argv[2], "theirs").run(lead)
+except KeyboardInterrupt:
+    client.stop()
+"""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.url = f"zookeeper://{address}/app?layout=kazoo"
+        self._address = address
+
+    def command(self, name: str, body: str) -> ForeignCandidate:
+        return ForeignCandidate(
+            [sys.executable, "-c", self.PROGRAM, f"{self._address}/app", name, body]
+        )
+
+
+class ConsulLock(Others):
+    """`consul lock`, whose session has a name. It lives for 15 to 30 s after its end, and is
+    followed by a lock-delay of 15 s."""
+
+    ttl_s = 10.0
+    has_line = False
+    patience_s = 180.0
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.url = f"consul://{address}?layout=lock"
+        self._address = address
+
+    def command(self, name: str, body: str) -> ForeignCandidate:
+        options = [f"-http-addr={self._address}", "-name=theirs", name, body]
+        return ForeignCandidate([str(obtain(RECIPE).path), "lock", *options])
+
+
+@asynccontextmanager
+async def others_on(engine: str, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    if engine == "quorum":
+        async with doors(request.getfixturevalue("tmp_path")) as quorum:
+            others: Others = Etcdctl(quorum.addresses[0])
+            try:
+                yield others
+            finally:
+                others.close()
+        return
+    kinds: dict[str, Callable[[str], Others]] = {
+        "etcd": Etcdctl,
+        "zookeeper": Kazoo,
+        "consul": ConsulLock,
+    }
+    others = kinds[engine](request.getfixturevalue(engine).address)
+    try:
+        yield others
+    finally:
+        others.close()

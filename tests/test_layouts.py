@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,120 +16,16 @@ import doyen
 from doyen.audit import verify
 from doyen.cli import main
 from doyen.events import ForeignLeader, Record
-from etcd_door import doors
-from foreign import BODY, ForeignCandidate
-from servers.etcd import ETCDCTL
-from servers.fetch import obtain
+from foreign import Others, others_on
 from support import lead_until_set, until
 
-PATIENCE_S = 60.0
 LONG = pytest.mark.chaos
-
-
-class Others(ABC):
-    """A server, and the other program whose candidates take part there."""
-
-    url: str
-    ttl_s = 2.0
-    shown: str
-    """How its candidates show themselves."""
-
-    def __init__(self) -> None:
-        self.started: list[ForeignCandidate] = []
-
-    @abstractmethod
-    def command(self, name: str) -> ForeignCandidate:
-        """A candidate that leads until it is interrupted."""
-
-    def candidate(self, name: str) -> ForeignCandidate:
-        return self.keep(self.command(name))
-
-    def ours(self, name: str) -> ForeignCandidate:
-        """`doyen run` as a process."""
-        command = [sys.executable, "-m", "doyen", "run", "--store", self.url, "--name", "process"]
-        command += ["--ttl", f"{self.ttl_s:g}", name, "--", "sh", "-c", BODY]
-        return self.keep(ForeignCandidate(command))
-
-    def keep(self, started: ForeignCandidate) -> ForeignCandidate:
-        self.started.append(started)
-        return started
-
-    def close(self) -> None:
-        for each in self.started:
-            each.kill()
-
-
-class Etcdctl(Others):
-    """`etcdctl lock`, whose value is empty; `etcdctl elect` has a proposal."""
-
-    shown = ""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self.url = f"etcd://{address}?layout=concurrency"
-        self._endpoint = address
-
-    def run(self, *arguments: str) -> ForeignCandidate:
-        command = [str(obtain(ETCDCTL).path), *arguments]
-        return self.keep(
-            ForeignCandidate(command, ETCDCTL_API="3", ETCDCTL_ENDPOINTS=self._endpoint)
-        )
-
-    def command(self, name: str) -> ForeignCandidate:
-        return self.run("lock", "--ttl=2", name, "--", "sh", "-c", BODY)
-
-
-class Kazoo(Others):
-    """kazoo's `Election`, in a process of its own."""
-
-    shown = "theirs"
-    PROGRAM = """
-import sys, time
-from kazoo.client import KazooClient
-
-def lead():
-    print("leads", flush=True)
-    time.sleep(1000)
-
-client = KazooClient(sys.argv[1], timeout=2)
-client.start()
-try:
-    client.Election(sys.argv[2], "theirs").run(lead)
-except KeyboardInterrupt:
-    client.stop()
-"""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self.url = f"zookeeper://{address}/app?layout=kazoo"
-        self._address = address
-
-    def command(self, name: str) -> ForeignCandidate:
-        return ForeignCandidate([sys.executable, "-c", self.PROGRAM, f"{self._address}/app", name])
-
-
-@asynccontextmanager
-async def others_on(engine: str, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    if engine == "quorum":
-        async with doors(request.getfixturevalue("tmp_path")) as quorum:
-            others: Others = Etcdctl(quorum.addresses[0])
-            try:
-                yield others
-            finally:
-                others.close()
-        return
-    kinds: dict[str, Callable[[str], Others]] = {"etcd": Etcdctl, "zookeeper": Kazoo}
-    others = kinds[engine](request.getfixturevalue(engine).address)
-    try:
-        yield others
-    finally:
-        others.close()
 
 
 @asynccontextmanager
 async def session(others: Others, **options: Any) -> AsyncIterator[doyen.Session]:
     async with (
-        asyncio.timeout(PATIENCE_S),
+        asyncio.timeout(others.patience_s),
         doyen.connect(others.url, ttl_s=others.ttl_s, **options) as connected,
     ):
         yield connected
@@ -192,7 +86,7 @@ async def test_etcdctl_elect_and_doyen_see_each_other(
 
 
 @LONG
-@pytest.mark.parametrize("engine", ["etcd", "zookeeper"])
+@pytest.mark.parametrize("engine", ["etcd", "zookeeper", "consul"])
 async def test_whoever_is_killed_the_other_follows(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -201,20 +95,22 @@ async def test_whoever_is_killed_the_other_follows(
         await ours.leads()
         first = await leader_of(observer, "killed", foreign=False)
         theirs = others.candidate("killed")
-        await line_of(observer, "killed", 2)
+        if others.has_line:
+            await line_of(observer, "killed", 2)
         ours.kill()
         await theirs.leads()
         second = await leader_of(observer, "killed", foreign=True)
         assert (first.name, second.name) == ("process", others.shown)
         ours = others.ours("killed")
-        await line_of(observer, "killed", 2)
+        if others.has_line:
+            await line_of(observer, "killed", 2)
         theirs.kill()
         await ours.leads()
         third = await leader_of(observer, "killed", foreign=False)
         assert first.token < second.token < third.token
 
 
-@pytest.mark.parametrize("engine", ["etcd", "zookeeper"])
+@pytest.mark.parametrize("engine", ["etcd", "zookeeper", "consul"])
 async def test_a_lock_is_the_same_line(engine: str, request: pytest.FixtureRequest) -> None:
     async with others_on(engine, request) as others, session(others) as ours:
         theirs = others.candidate("locked")
@@ -253,7 +149,9 @@ async def test_what_a_layout_cannot_carry_is_refused(
             await ours.inventory("elections")
 
 
-@pytest.mark.parametrize("engine", ["etcd", pytest.param("zookeeper", marks=LONG)])
+@pytest.mark.parametrize(
+    "engine", ["etcd", *(pytest.param(each, marks=LONG) for each in ("zookeeper", "consul"))]
+)
 async def test_doctor_and_verify_name_foreign_terms(
     engine: str,
     request: pytest.FixtureRequest,

@@ -7,9 +7,10 @@ candidates of the other program do. This is checked after every turn of the loop
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 import pytest
@@ -17,11 +18,15 @@ import pytest
 from adversary import Connection, WireOracle, WireProcess, WireWorld, run_contest
 from doyen.election.queries import is_foreign
 from doyen.model import Entry, Lease
+from doyen.stores.consul.client import ConsulResponse
+from doyen.stores.consul.lock import FLAGS, ConsulLockStore
+from doyen.stores.consul.store import Operation
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.concurrency import ConcurrencyStore
 from doyen.stores.kit.layouts import LineLayout
-from doyen.stores.port import Creation
+from doyen.stores.port import Creation, Store
 from doyen.stores.zookeeper.recipes import KazooStore, contenders
+from model_consul import ConsulModel
 from model_etcd import Channel, EtcdModel
 from model_zookeeper import SEQUENCE, Reader, SessionRow, ZooKeeperModel
 from swarm import RECIPES, assert_oracle_sees
@@ -68,11 +73,11 @@ class Stranger:
     def act(self, join: Callable[[], int | None], leave: Callable[[], None]) -> None:
         draw = self._rng.random()
         if self._entry is None:
-            if draw < 0.02:
+            if draw < 0.06:
                 self._entry, self._led = join(), False
         elif self._line.first() == self._entry and not self._led:
             self.terms, self._led = self.terms + 1, True
-        elif draw < 0.04:
+        elif draw < 0.08:
             leave()
             self._entry = None
 
@@ -104,7 +109,7 @@ class EtcdLine(EtcdModel):
         self._do(rpc.DELETE.path, rpc.DeleteRangeRequest(key=self.KEY))
 
 
-def etcd(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def etcd(seed: int, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> tuple[int, int]:
     monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)
 
     def build(world: WireWorld) -> EtcdLine:
@@ -118,6 +123,7 @@ def etcd(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         lambda host: f"etcd://{host}:1000,{host}:1001,{host}:1002?layout=concurrency",
         ports=(1000, 1001, 1002),
         leader_within_s=60.0,
+        steps=steps,
     )
     assert isinstance(world.model, EtcdLine)
     assert world.model.broken is None
@@ -159,11 +165,77 @@ class ZooKeeperLine(ZooKeeperModel):
         self._delete(self._path, -1)()
 
 
-def zookeeper(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def zookeeper(seed: int, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> tuple[int, int]:
     with monkeypatch.context() as patch:
-        model = zookeeper_contest(Kazoo(patch), seed, make=ZooKeeperLine, options="?layout=kazoo")
+        model = zookeeper_contest(
+            Kazoo(patch), seed, steps, make=ZooKeeperLine, options="?layout=kazoo"
+        )
     assert isinstance(model, ZooKeeperLine)
     return model.oracle.terms, model.stranger.terms
+
+
+class ConsulLine(ConsulModel):
+    """A Consul with a process of `consul lock`, which unlocks the key, deletes it, or loses its
+    session."""
+
+    KEY = "swarm/.lock"
+    LOCK_DELAY_S = 5.0
+
+    def __init__(self, seed: int, rough: Callable[[], bool]) -> None:
+        super().__init__(seed, rough)
+        self.stranger = Stranger(seed, self)
+
+    def first(self) -> int | None:
+        lock = self.kv.get(self.KEY)
+        return lock["ModifyIndex"] if lock is not None and lock.get("Session") else None
+
+    def _do(
+        self, method: str, path: str, query: dict[str, str], body: Any
+    ) -> tuple[int, object, int]:
+        self.stranger.act(self._join, self._leave)
+        if path.startswith("session/info/"):
+            return 200, [{"ID": path.rpartition("/")[2], "Name": FOREIGN.decode()}], 0
+        return super()._do(method, path, query, body)
+
+    def _join(self) -> int | None:
+        delayed = asyncio.get_running_loop().time() < self._delayed.get(self.KEY, 0.0)
+        if delayed or self.first() is not None:
+            return None
+        self._put("theirs")
+        return self.index
+
+    def _leave(self) -> None:
+        how = self.rng.choice(["unlock", "delete", "lose"])
+        if how == "delete":
+            self._remove(self.kv, self.KEY, self._next())
+            return
+        if how == "lose":
+            now = asyncio.get_running_loop().time()
+            self._delayed[self.KEY] = now + self.LOCK_DELAY_S
+        self._put(None)
+
+    def _put(self, session: str | None) -> None:
+        operation = {"Key": self.KEY, "Value": None, "Flags": FLAGS}
+        index = self._next()
+        self._write(self.kv, operation, index, self.kv.get(self.KEY), session)
+
+
+def consul(seed: int, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> tuple[int, int]:
+    def build(world: WireWorld) -> ConsulLine:
+        model = ConsulLine(seed, lambda: not world.is_calm)
+        world.oracle = LineOracle(model)
+        return model
+
+    world = run_contest(
+        seed,
+        build,
+        lambda host: f"consul://{host}:1000,{host}:1001?layout=lock",
+        ports=(1000, 1001),
+        leader_within_s=60.0,
+        steps=steps,
+    )
+    assert isinstance(world.model, ConsulLine)
+    return world.oracle.terms, world.model.stranger.terms
 
 
 @pytest.fixture(autouse=True)
@@ -176,14 +248,20 @@ def no_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WireProcess, "prepare", prepare)
 
 
-CONTESTS = {"etcd": etcd, "zookeeper": zookeeper}
-STORES: dict[str, type[LineLayout]] = {"etcd": ConcurrencyStore, "zookeeper": KazooStore}
+SEEDS = {"etcd": 1, "zookeeper": 4, "consul": 2}
+"""Of short contests in which candidates of both kinds lead."""
+CONTESTS = {"etcd": etcd, "zookeeper": zookeeper, "consul": consul}
+STORES: dict[str, type[Store]] = {
+    "etcd": ConcurrencyStore,
+    "zookeeper": KazooStore,
+    "consul": ConsulLockStore,
+}
 
 
 @pytest.mark.parametrize("engine", CONTESTS)
 def test_contest(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = CONTESTS[engine](1, monkeypatch)
-    assert ours > 3
+    ours, theirs = CONTESTS[engine](SEEDS[engine], monkeypatch, 20)
+    assert ours > 1
     assert theirs > 0
 
 
@@ -208,19 +286,44 @@ async def anyone(self: LineLayout, key: str, value: bytes, lease: Lease) -> Crea
 CREATE = LineLayout.create
 
 
+async def stealing(self: ConsulLockStore, *operations: Operation) -> ConsulResponse:
+    """A mutant that locks the key although the session of another has locked it."""
+    lock = operations[-1]
+    if lock["Verb"] != "lock":
+        return await TRANSACT(self, *operations)
+    return await TRANSACT(self, {"Verb": "delete", "Key": lock["Key"]}, lock)
+
+
+async def sees_no_lock(self: ConsulLockStore, key: str) -> dict[str, Any] | None:
+    """Half of the same mutant: it does not see that the key is locked."""
+    raw = await RAW(self, key)
+    return raw if raw is None or raw.get("Value") else {**raw, "Session": ""}
+
+
+TRANSACT, RAW = ConsulLockStore._transact, ConsulLockStore._raw
+
+
 @pytest.mark.parametrize(
     ("engine", "mutant"),
     [
         ("etcd", "_first"),
         ("etcd", "create"),
+        pytest.param("consul", "_transact _raw", marks=pytest.mark.chaos),
         pytest.param("zookeeper", "_first", marks=pytest.mark.chaos),
         pytest.param("zookeeper", "create", marks=pytest.mark.chaos),
     ],
 )
 def test_a_mutant_is_detected(engine: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = {"_first": only_ours, "create": anyone}[mutant]
+    broken: dict[str, Callable[..., Any]] = {"_first": only_ours, "create": anyone}
+    if engine == "consul":
+        broken = {"_transact": stealing, "_raw": sees_no_lock}
+
+    def make_broken(patch: pytest.MonkeyPatch) -> None:
+        for name in mutant.split():
+            patch.setattr(STORES[engine], name, broken[name])
+
     assert_oracle_sees(
-        lambda patch: patch.setattr(STORES[engine], mutant, broken),
+        make_broken,
         monkeypatch,
         lambda seed: CONTESTS[engine](seed, monkeypatch),
         range(1, 6),

@@ -6,6 +6,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE
     ?connect_timeout_s=3                   deadline of the first answer of an agent
     ?token_floor=N                         refuse a datacentre whose index is below N
+    ?layout=lock                           take part in the locks of `consul lock`
 
 A lease is a session without health checks: it ends by its ttl alone, whatever state the agents
 report for the node. Its behaviour is `delete`, so everything bound to it disappears with it in one
@@ -15,6 +16,7 @@ creation index is the token. The parts:
     client     connections to agents, failover, errors
     watches    notification, by few blocking queries
     store      the port: keys, sessions and transactions
+    lock       the port in the layout of `consul lock`
     diagnosis  findings for `doyen doctor`
 
 The HTTP library is httpcore2, the extra `consul`.
@@ -41,9 +43,12 @@ TLS_PORT = 8501
 async def open_store(url: StoreURL, context: Context) -> ConsulStore:
     """Open the store at `url`: an agent answers, has a leader, and permits sessions."""
     del context  # Consul keeps the time of its sessions
-    url.refuse_unknown(*options.TLS_OPTIONS, "connect_timeout_s", "token_file", "token_floor")
+    url.refuse_unknown(
+        *options.TLS_OPTIONS, "connect_timeout_s", "token_file", "token_floor", "layout"
+    )
     with options.requires("consul", "httpcore2"):
         from doyen.stores.consul.client import Agents
+        from doyen.stores.consul.lock import ConsulLockStore
         from doyen.stores.consul.store import ConsulStore
 
     tls = options.tls_files(url)
@@ -53,7 +58,11 @@ async def open_store(url: StoreURL, context: Context) -> ConsulStore:
         tls=tls.context() if tls else None,
         connect_timeout_s=options.number(url, "connect_timeout_s", 3.0),
     )
-    store = ConsulStore(agents, prefix=unquote(url.parts.path).strip("/") or "doyen")
+    prefix = unquote(url.parts.path).strip("/")
+    if options.choice(url, "layout", "", "", "lock"):
+        store: ConsulStore = ConsulLockStore(agents, prefix=prefix)
+    else:
+        store = ConsulStore(agents, prefix=prefix or "doyen")
     return await opened(store, store.open(options.whole_number(url, "token_floor")))
 
 

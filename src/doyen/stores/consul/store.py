@@ -83,7 +83,7 @@ class ConsulStore(GuardedStore):
     async def open(self, token_floor: int) -> None:
         """Check that reading is permitted and that the index is not below `token_floor`, and find
         out how short sessions may be."""
-        await self.get("opening")
+        await self._read("kv/" + f"{self._prefix}/opening".strip("/"))
         ttl_min_s = self._agents.ttl_min_s
         self.capabilities = replace(
             self.capabilities, ttl_min_s=ttl_min_s, ttl_default_s=max(DEFAULT_TTL_S, ttl_min_s)
@@ -133,11 +133,11 @@ class ConsulStore(GuardedStore):
         path, before = self._path(key), self._highest
         while True:
             answer = await self._transact(
-                {"Verb": "check-not-exists", "Key": path}, _lock(path, value, lease)
+                {"Verb": "check-not-exists", "Key": path}, lock_operation(path, value, lease)
             )
             if answer.status == 200:
                 return Creation(True, await self._newer(self._written(answer, value), before))
-            _refuse_ended(answer)
+            refuse_ended(answer)
             existing = await self.get(key)
             if existing is not None:
                 return Creation(False, existing)
@@ -199,10 +199,10 @@ class ConsulStore(GuardedStore):
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         path, before = self._path(f"{line}/{rank}.{uuid4().hex}"), self._highest
-        answer = await self._transact(_lock(path, value, lease))
+        answer = await self._transact(lock_operation(path, value, lease))
         if answer.status == 200:
             return await self._newer(self._written(answer, value), before)
-        _refuse_ended(answer)
+        refuse_ended(answer)
         raise StoreUnusable(f"Consul refuses a ticket: {answer.text}")
 
     async def ahead(self, ticket: Entry) -> Entry | None:
@@ -309,11 +309,11 @@ def _content(path: str, value: bytes) -> Operation:
     return {"Key": path, "Value": _text(value), "Flags": getrandbits(63)}
 
 
-def _lock(path: str, value: bytes, lease: Lease) -> Operation:
+def lock_operation(path: str, value: bytes, lease: Lease) -> Operation:
     return {"Verb": "lock", "Key": path, "Value": _text(value), "Session": lease.id}
 
 
-def _refuse_ended(answer: ConsulResponse) -> None:
+def refuse_ended(answer: ConsulResponse) -> None:
     if any("invalid session" in error["What"] for error in answer.json["Errors"]):
         raise LeaseGone("Consul has ended the session")
 

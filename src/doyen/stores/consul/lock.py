@@ -1,0 +1,147 @@
+"""`layout=lock`: the key of `consul lock`, and of `Lock` in Consul's Go client.
+
+    NAME/.lock      held by the session of the leader, with the flags by which the Go client
+                    recognises its locks
+
+There is no line: whoever locks the key leads, as in the recipe `race`. The value is the claim of a
+candidate of doyen; `consul lock` writes none and reads none.
+
+- The token is the index of the write that locked the key. The Go client keeps the key when it
+  unlocks it, and `consul lock` deletes it, so neither the creation index nor the lock index grows
+  with every term. Nothing writes to a key that is locked, so everybody can read the token.
+- A key is locked only from the state in which it was read: absent, or unlocked at that index. A
+  request that is carried out late thus cannot lock it again, under another token.
+- Lock-delay: when Consul ends the session of a foreign leader, nobody can lock the key for as long
+  as that session asked for, 15 s by default. This is what protects against a leader that does not
+  stop in time, so doyen waits too. The sessions of doyen ask for none.
+"""
+
+from __future__ import annotations
+
+from builtins import list as list_
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.model import Claim, Entry, Finding, Lease, Version
+from doyen.stores.consul.client import Agents
+from doyen.stores.consul.store import ConsulStore, Operation, lock_operation, refuse_ended
+from doyen.stores.kit.layouts import foreign_claim, layout_finding, place_of, plain_claim, refuse
+from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.port import Creation, Watch
+
+LAYOUT = "lock"
+FLAGS = 0x2DDCCBC058A50C18
+"""Of the keys of locks of the Go client."""
+_NAMES = 1000
+"""How many names of sessions are kept."""
+
+
+class ConsulLockStore(ConsulStore):
+    """A store on a Consul datacentre, in the layout of `consul lock`."""
+
+    capabilities = replace(ConsulStore.capabilities, layout=LAYOUT, has_line=False)
+
+    def __init__(self, agents: Agents, *, prefix: str) -> None:
+        super().__init__(agents, prefix=prefix)
+        self._names: dict[str, str] = {}
+        """The names of sessions of other programs."""
+
+    async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        if place_of(key, LAYOUT).part != "leader":
+            refuse(LAYOUT, "orders and transfers")
+        plain_claim(value, LAYOUT)
+        path, before = self._path(key), self._highest
+        while True:
+            existing = await self._raw(key)
+            if existing is not None and existing["Flags"] != FLAGS:
+                raise StoreUnusable(
+                    f"the key {path} is not that of a lock (flags {existing['Flags']:#x}): another"
+                    " program uses it, such as consul lock with -n above 1; choose another name"
+                )
+            if existing is not None and existing.get("Session"):
+                return Creation(False, await self._leader(key, existing))
+            condition: Operation = {"Verb": "check-not-exists", "Key": path}
+            if existing is not None:
+                index = existing["ModifyIndex"]
+                condition = {"Verb": "check-index", "Key": path, "Index": index}
+            lock = {**lock_operation(path, value, lease), "Flags": FLAGS}
+            answer = await self._transact(condition, lock)
+            if answer.status == 200:
+                written = self._written(answer, value)
+                record = written._replace(key=key, revision=int(str(written.version)))
+                return Creation(True, await self._newer(record, before))
+            refuse_ended(answer)
+            if any("lock delay" in error["What"] for error in answer.json["Errors"]):
+                raise StoreUnavailable(
+                    f"the session of the last leader of {path} was lost: Consul's lock-delay keeps"
+                    " others from leading until it has passed"
+                )
+
+    async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
+        place_of(key, LAYOUT)
+        refuse(LAYOUT, "entries without a lease")
+
+    async def update(self, entry: Entry, value: bytes) -> Entry | None:
+        refuse(LAYOUT, "changes of what a leader shows")
+
+    async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
+        return place_of(key, LAYOUT).part == "leader" and await super().delete(
+            key, if_version=if_version
+        )
+
+    async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
+        refuse(LAYOUT, "lines")
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        refuse(LAYOUT, "lines")
+
+    async def get(self, key: str) -> Entry | None:
+        if place_of(key, LAYOUT).part != "leader":
+            return None
+        raw = await self._raw(key)
+        return await self._leader(key, raw) if raw is not None and raw.get("Session") else None
+
+    async def list(self, prefix: str) -> list_[Entry]:
+        place_of(prefix, LAYOUT)
+        return []
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
+        if place_of(scope, LAYOUT).part != "leader":
+            return WatchHandle(scope, notify, lambda _: None)
+        return await super().watch(scope, notify)
+
+    async def diagnose(self) -> Sequence[Finding]:
+        finding = layout_finding(
+            LAYOUT,
+            "consul lock and programs with Consul's Go client",
+            "they notice a lost lock late, when their query for the key returns, and lock-delay is"
+            " all that keeps others away meanwhile; they have no token",
+        )
+        return [*await super().diagnose(), finding]
+
+    async def _raw(self, key: str) -> dict[str, Any] | None:
+        return next(iter(await self._read(f"kv/{self._path(key)}")), None)
+
+    async def _leader(self, key: str, raw: dict[str, Any]) -> Entry:
+        entry = self._entry(raw)
+        value = entry.value
+        if not Claim.decode(value).attempt:
+            value = foreign_claim(await self._name(raw["Session"]))
+        return entry._replace(key=key, value=value, revision=raw["ModifyIndex"])
+
+    async def _name(self, session: str) -> str:
+        """The name of a session of another program."""
+        if session not in self._names:
+            answer = await self._client.ask("GET", f"session/info/{session}", reads=True)
+            found: dict[str, str] = next(iter(answer.json or ()), {})
+            if len(self._names) >= _NAMES:
+                self._names.clear()
+            self._names[session] = found.get("Name") or found.get("Node") or session
+        return self._names[session]
+
+    def _path(self, key: str) -> str:
+        place = place_of(key, LAYOUT)
+        return "/".join(filter(None, (self._prefix, place.name.strip("/"), ".lock")))
