@@ -1,0 +1,211 @@
+"""etcd's API on whole nodes in the lab: faults by seed, checked by an oracle, and mutants that it
+must detect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from doyen.lab.outcome import RunOutcome
+from doyen.lab.quorum_plan import draw
+from doyen.quorum.etcd_api.service import EtcdApi
+from doyen.quorum.etcd_api.watches import WatchHub, WatchStream
+from doyen.quorum.keyspace.etcd_requests import DeleteKeys
+from doyen.quorum.keyspace.etcd_state import EtcdKeyspace
+from doyen.quorum.node.proposals import Batch, Proposals, _Identity
+from etcd_world import EtcdWorld
+
+FOR_S = 10.0
+SEEDS = 40
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def explore(seed: int, for_s: float = FOR_S) -> tuple[RunOutcome, EtcdWorld]:
+    world = EtcdWorld(draw("raft", 3, seed, for_s=for_s))
+    return world.run(), world
+
+
+def test_nothing_breaks() -> None:
+    for seed in (3, 4):
+        outcome, world = explore(seed)
+        assert outcome.ok, (seed, outcome.violations)
+        assert world.etcd.answers > 50
+        assert world.etcd.told > 50
+        assert world.etcd.renewed
+
+
+@pytest.mark.chaos
+def test_nothing_breaks_with_more_seeds() -> None:
+    cancelled = installs = 0
+    for seed in range(100, 100 + 2 * SEEDS):
+        outcome, world = explore(seed, 20.0)
+        assert outcome.ok, (seed, outcome.violations)
+        cancelled += world.etcd.cancelled
+        installs += sum(node.installs for node in world.nodes())
+    assert cancelled, "some watches wanted what had been compacted"
+    assert installs, "some nodes received a snapshot"
+
+
+def stale_reads(patch: pytest.MonkeyPatch) -> None:
+    """Reads do not wait until the node shows what was acknowledged."""
+
+    async def current(self: EtcdApi) -> None:
+        self._check_version()
+
+    patch.setattr(EtcdApi, "current", current)
+
+
+def told_twice(patch: pytest.MonkeyPatch) -> None:
+    """A watch is told of the last revision again."""
+    tell = WatchStream._tell
+
+    def again(self: WatchStream, watch: Any) -> Any:
+        yield from tell(self, watch)
+        watch.position -= not watch.behind and watch.position > 2
+
+    patch.setattr(WatchStream, "_tell", again)
+    mark = WatchStream.mark
+
+    def marked(self: WatchStream, watch: Any, since: int) -> None:
+        mark(self, watch, min(since, watch.position or since))
+
+    patch.setattr(WatchStream, "mark", marked)
+
+
+def resumed_at_the_latest(patch: pytest.MonkeyPatch) -> None:
+    """A watch that names an earlier revision is told only of what happens from now on."""
+    create = WatchStream._create
+
+    def late(self: WatchStream, request: Any) -> None:
+        request.start_revision = 0
+        create(self, request)
+
+    patch.setattr(WatchStream, "_create", late)
+
+
+def snapshots_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """Watches do not notice that a snapshot of the leader has replaced the state."""
+    applied = WatchHub._applied
+
+    def skip(self: WatchHub, index: int) -> None:
+        etcd = self._keyspace.etcd
+        if etcd.revision > self.seen + 3:
+            self.seen = etcd.revision
+        else:
+            applied(self, index)
+
+    patch.setattr(WatchHub, "_applied", skip)
+
+
+def cancelled_silently(patch: pytest.MonkeyPatch) -> None:
+    """A watch that wants what has been compacted goes on with what is left."""
+    tell = WatchStream._tell
+
+    def go_on(self: WatchStream, watch: Any) -> Any:
+        watch.position = max(watch.position, self._keyspace.etcd.compacted)
+        yield from tell(self, watch)
+
+    patch.setattr(WatchStream, "_tell", go_on)
+
+
+def history_not_in_snapshots(patch: pytest.MonkeyPatch) -> None:
+    """A node that restores a snapshot has no history, and does not say so."""
+
+    def snapshot(self: EtcdKeyspace) -> Any:
+        return iter([*self._live.between(b"", None)]), []
+
+    patch.setattr(EtcdKeyspace, "snapshot", snapshot)
+
+
+def bindings_not_in_snapshots(patch: pytest.MonkeyPatch) -> None:
+    """A node that restores a snapshot does not know which keys a lease has."""
+    restore = EtcdKeyspace.restore
+
+    def forget(self: EtcdKeyspace, *arguments: Any) -> None:
+        restore(self, *arguments)
+        self._bound = {lease: {} for lease in self._bound}
+
+    patch.setattr(EtcdKeyspace, "restore", forget)
+
+
+def empty_deletions_count(patch: pytest.MonkeyPatch) -> None:
+    """A deletion that finds nothing has a revision of its own."""
+    apply = EtcdKeyspace.apply
+
+    def counted(self: EtcdKeyspace, request: Any) -> Any:
+        result = apply(self, request)
+        if type(request) is DeleteKeys and not result.deleted:  # type: ignore[union-attr]
+            self.revision += 1
+        return result
+
+    patch.setattr(EtcdKeyspace, "apply", counted)
+
+
+def renewals_unasked(patch: pytest.MonkeyPatch) -> None:
+    """A node confirms renewals without asking the leader."""
+
+    async def renew(self: EtcdApi, lease: int) -> int:
+        number = await self._number(lease)
+        return 0 if number is None else int(self._keyspace.lease(number) or 0)
+
+    patch.setattr(EtcdApi, "renew", renew)
+
+
+def proposed_again(patch: pytest.MonkeyPatch) -> None:
+    """A write whose outcome is not known is proposed again under another number."""
+    retry = Proposals.retry
+
+    def anew(self: Proposals, batch: Batch) -> None:
+        for proposal in batch.proposals:
+            if isinstance(proposal.origin, _Identity):
+                self._identify(proposal)
+        retry(self, batch)
+
+    patch.setattr(Proposals, "retry", anew)
+
+
+def revision_of_the_node(patch: pytest.MonkeyPatch) -> None:
+    """The response to a write has the revision that this node has applied."""
+    header = EtcdApi.header
+    patch.setattr(EtcdApi, "header", lambda self, revision=0: header(self))
+
+
+def renewed_after_its_end(patch: pytest.MonkeyPatch) -> None:
+    """A lease that has ended is reported as renewed if this node still knows it."""
+    renew = EtcdApi.renew
+
+    async def hopeful(self: EtcdApi, lease: int) -> int:
+        return await renew(self, lease) or 3
+
+    patch.setattr(EtcdApi, "renew", hopeful)
+
+
+MUTANTS: list[Mutant] = [
+    stale_reads,
+    told_twice,
+    resumed_at_the_latest,
+    snapshots_unnoticed,
+    cancelled_silently,
+    history_not_in_snapshots,
+    bindings_not_in_snapshots,
+    empty_deletions_count,
+    renewals_unasked,
+    proposed_again,
+    revision_of_the_node,
+    renewed_after_its_end,
+]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.__name__)
+def test_the_lab_detects(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    for seed in range(SEEDS):
+        outcome, _ = explore(seed)
+        if not outcome.ok:
+            print(seed, outcome.violations)
+            return
+    pytest.fail(f"not detected with {SEEDS} seeds")
