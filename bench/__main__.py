@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.cost import importing, valid
 from bench.engines import engines
+from bench.etcd_api import etcd_api
 from bench.failover import crash, handover
 from bench.figures import Figure
 from bench.forwarding import forwarding
@@ -48,6 +49,7 @@ BENCHES: dict[str, Callable[..., Iterable[Figure]]] = {
     "engines": engines,
     "writes": writes,
     "outages": outages,
+    "etcd_api": etcd_api,
     "upkeep": upkeep,
     "soak": soak,
     "members": members,
@@ -59,7 +61,7 @@ BENCHES: dict[str, Callable[..., Iterable[Figure]]] = {
     "frameworks": frameworks,
 }
 LONG = (
-    *("engines", "writes", "outages", "upkeep", "soak"),
+    *("engines", "writes", "outages", "etcd_api", "upkeep", "soak"),
     *("members", "config", "shards", "partitioners", "page", "warden", "frameworks"),
 )
 
@@ -79,6 +81,14 @@ QUICK: dict[str, dict[str, Any]] = {
     "engines": {"trials": 2, "crashes": 1, "only": "redis", "peers": False},
     "writes": {"rounds": 1, "seconds": 0.2, "levels": (1, 16), "peers": False},
     "outages": {"trials": 1, "freezes": 1, "transfers": 1, "peers": False},
+    "etcd_api": {
+        "rounds": 1,
+        "calls": 5,
+        "seconds": 0.2,
+        "watchers": 20,
+        "changes": 2,
+        "trials": 1,
+    },
     "upkeep": {"seconds": 0.5, "keys": 100, "entries": 100, "peers": False},
     "soak": {"minutes": 0.02},
     "page": {

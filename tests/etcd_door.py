@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,18 @@ OPTIONS = [("grpc.max_receive_message_length", -1)]
 class EtcdClient:
     """Calls methods of etcd's API, as messages."""
 
-    def __init__(self, address: str, credentials: Any = None) -> None:
+    def __init__(self, address: str, credentials: Any = None, ping_s: int = 0) -> None:
+        """With `ping_s` the connection ends if the server does not answer for twice as long, and
+        calls are given up after three times as long."""
+        self._answer_s = 3 * ping_s or 20
+        pings = ("time", "timeout") if ping_s else ()
+        options = [(f"grpc.keepalive_{each}_ms", 1000 * ping_s) for each in pings]
+        options += [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        options.append(("grpc.http2.max_pings_without_data", 0))
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
 
     async def __aenter__(self) -> EtcdClient:
         return self
@@ -45,7 +53,7 @@ class EtcdClient:
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
         )
-        return await call(request or method.request(**fields), timeout=20)
+        return await call(request or method.request(**fields), timeout=self._answer_s)
 
     async def outcome(self, method: rpc.EtcdMethod, request: Any = None, **fields: Any) -> Any:
         """The response, or the code and the text of the error."""
@@ -70,6 +78,17 @@ class EtcdClient:
                 if found[0] == "OUT_OF_RANGE":
                     return
                 await asyncio.sleep(POLL_S)
+
+
+@dataclass
+class Door:
+    """Where etcd's API is served, for a `Proxy`."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"etcd://{HOST}:{self.port}"
 
 
 class DoorNode(QuorumNode):

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 import servers
-from etcd_door import DoorCluster
+from etcd_door import Door, DoorCluster
 from servers.patroni import TTL_S, Patroni
 
 pytestmark = pytest.mark.chaos
@@ -153,24 +153,13 @@ class Writes:
 def scene() -> Iterator[Scene]:
     with ExitStack() as stack:
         quorum = stack.enter_context(DoorCluster(3))
-        links = [
-            stack.enter_context(servers.Proxy(_Door(each.ports[1]))) for each in quorum.members
-        ]
+        links = [stack.enter_context(servers.Proxy(Door(each.ports[1]))) for each in quorum.members]
         addresses = [each.door for each in quorum.members]
         # One uses only the links, which can be cut; the other finds the nodes by itself.
         first = Patroni("p1", [f"127.0.0.1:{link.port}" for link in links], proxied=True)
         stack.enter_context(first)
         second = stack.enter_context(Patroni("p2", addresses[:1]))
         yield Scene(quorum, [first, second], links)
-
-
-@dataclass
-class _Door:
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"etcd://127.0.0.1:{self.port}"
 
 
 async def campaign(scene: Scene) -> None:
