@@ -302,6 +302,17 @@ def test_a_misspelt_url_gets_a_suggestion(url: str, advice: str) -> None:
     assert advice in str(refused.value)
 
 
+def test_a_relative_path_in_a_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="name an absolute path"):
+        choose_store("sqlite:doyen.db")
+
+
 def test_a_misspelt_option_of_connect_gets_a_suggestion() -> None:
     options: Any = {"tls_s": 5}
     with pytest.raises(TypeError, match=r"no option 'tls_s' \(did you mean ttl_s\?\)"):

@@ -251,8 +251,8 @@ class Session:
         return Campaign(self._opened, settings)
 
     async def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
-        """Wait until `n` have arrived at the barrier, this one included, and return which time it
-        is that it was passed, from 1.
+        """Wait until `n` have arrived at the barrier, this one included, and return how many times
+        it has been passed, this time included.
 
             await session.barrier("migrated", 3)
 

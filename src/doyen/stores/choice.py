@@ -159,9 +159,16 @@ def absolute(url: str) -> str:
     path = unquote(parts.netloc + parts.path)
     if not path or path.startswith((":", "/")) or path.endswith("/"):
         return url  # absolute, or refused by the adapter
+    try:
+        path = os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{url!r} has a relative path, and the current directory does not exist any more: name"
+            " an absolute path"
+        ) from error
     query = f"?{parts.query}" if parts.query else ""
     fragment = f"#{parts.fragment}" if parts.fragment else ""
-    return f"sqlite://{quote(os.path.abspath(path))}{query}{fragment}"
+    return f"sqlite://{quote(path)}{query}{fragment}"
 
 
 def without_password(url: str) -> str:
