@@ -457,7 +457,9 @@ def _as_text(record: Record) -> str | None:
         case Elected(election=election, token=token):
             return f"leading {election!r}, token {token}"
         case Unsure(remaining_s=remaining_s, error=error):
-            return f"renewals fail, the lease ends in {remaining_s:g} s unless one succeeds: {error}"
+            return (
+                f"renewals fail, the lease ends in {remaining_s:g} s unless one succeeds: {error}"
+            )
         case Unwarded(reason=reason):
             return f"no warden ({reason}): if this process dies, its lease expires"
         case OutageEnded(after_s=after_s):
