@@ -12,6 +12,7 @@ hour, are passed once.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from doyen.stores.nats.jetstream import StoredMessage
@@ -30,6 +31,8 @@ class OldRenewals:
         """Everything up to `read_to` counts as read: it concerns leases that are not known yet."""
         self._read_to = read_to
         self._last: dict[str, StoredMessage] = {}
+        self._positions: list[tuple[int, str]] = []
+        """The positions of `_last` with their leases, sorted, and some that have been replaced."""
         self.known: set[str] = set()
         """The leases of which a renewal was seen."""
 
@@ -43,6 +46,7 @@ class OldRenewals:
         elif before is None or before.sequence < last.sequence:
             self.known.add(lease)
             self._last[lease] = last
+            insort(self._positions, (last.sequence, lease))
 
     def unchanged(self, lease: str) -> StoredMessage | None:
         """The renewal that was the last one of a lease when the stream was read; None if there is
@@ -53,17 +57,29 @@ class OldRenewals:
         """The position to read from, when everything up to `after` was read this time; None if
         nothing is left up to `until`."""
         first = max(after, self._read_to) + 1
-        waiting = (each.sequence for each in self._last.values() if each.sequence > after)
-        position = min(first, min(waiting, default=first))
+        index = bisect_left(self._positions, (after + 1,))
+        beyond = index
+        while beyond < len(self._positions) and not self._is_last(*self._positions[beyond]):
+            beyond += 1
+        del self._positions[index:beyond]
+        position = first
+        if index < len(self._positions):
+            position = min(first, self._positions[index][0])
         return position if position <= until else None
 
     def read(self, start: int, end: int) -> None:
         """There is no message from `start` up to, but not including, `end`. `start` is what
         `next_to_read` returned."""
-        gone = [lease for lease, each in self._last.items() if start <= each.sequence < end]
-        for lease in gone:
-            del self._last[lease]
+        passed = slice(*(bisect_left(self._positions, (each,)) for each in (start, end)))
+        for position, lease in self._positions[passed]:
+            if self._is_last(position, lease):
+                del self._last[lease]
+        del self._positions[passed]
         self._read_to = max(self._read_to, end - 1)
+
+    def _is_last(self, position: int, lease: str) -> bool:
+        last = self._last.get(lease)
+        return last is not None and last.sequence == position
 
     def went_back(self, position: int) -> bool:
         """Whether the stream, which is at `position`, has lost what was read."""
@@ -72,5 +88,8 @@ class OldRenewals:
     def forget_all_but(self, leases: Iterable[str]) -> None:
         """Forget leases that have ended."""
         self.known.intersection_update(leases)
-        for lease in self._last.keys() - self.known:
-            del self._last[lease]
+        ended = self._last.keys() - self.known
+        if ended:
+            for lease in ended:
+                del self._last[lease]
+            self._positions = sorted((each.sequence, lease) for lease, each in self._last.items())
