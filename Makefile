@@ -59,7 +59,7 @@ docs: $(VENV)/.docs
 
 # After a change to a .proto file: what is loaded is its compiled form.
 rpc: $(VENV)/.dev
-	@for each in stores/etcd quorum/etcd_api; do (cd src/doyen/$$each && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=rpc.binpb rpc.proto); done
+	@cd src/doyen/stores/etcd && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=rpc.binpb rpc.proto
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench

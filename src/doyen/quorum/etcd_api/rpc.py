@@ -1,26 +1,11 @@
-"""The messages and methods of etcd's API, from the compiled form of rpc.proto.
-
-The descriptor is loaded into a pool of its own, where it does not conflict with another etcd client
-in the same process (see `doyen.stores.etcd.rpc`).
-"""
+"""The messages and methods of etcd's API that a quorum answers. The messages are those of the etcd
+store, which calls the same API."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
-
-_pool = DescriptorPool()
-for _file in FileDescriptorSet.FromString(Path(__file__).with_suffix(".binpb").read_bytes()).file:
-    _pool.Add(_file)
-
-
-def message(name: str) -> Any:
-    """The class of a message."""
-    return GetMessageClass(_pool.FindMessageTypeByName(f"etcdserverpb.{name}"))
+from doyen.stores.etcd.rpc import message as message
 
 
 class EtcdMethod(NamedTuple):

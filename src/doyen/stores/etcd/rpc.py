@@ -19,7 +19,8 @@ for _file in FileDescriptorSet.FromString(Path(__file__).with_suffix(".binpb").r
     _pool.Add(_file)
 
 
-def _message(name: str) -> Any:
+def message(name: str) -> Any:
+    """The class of a message."""
     return GetMessageClass(_pool.FindMessageTypeByName(f"etcdserverpb.{name}"))
 
 
@@ -35,7 +36,7 @@ class Method(NamedTuple):
 
 
 def _method(path: str) -> Method:
-    return Method(f"/etcdserverpb.{path}", _message(f"{path.rpartition('/')[2]}Response"))
+    return Method(f"/etcdserverpb.{path}", message(f"{path.rpartition('/')[2]}Response"))
 
 
 RANGE = _method("KV/Range")
@@ -50,16 +51,16 @@ WATCH = _method("Watch/Watch")
 AUTHENTICATE = _method("Auth/Authenticate")
 STATUS = _method("Maintenance/Status")
 
-RangeRequest = _message("RangeRequest")
-PutRequest = _message("PutRequest")
-DeleteRangeRequest = _message("DeleteRangeRequest")
-TxnRequest = _message("TxnRequest")
-Compare = _message("Compare")
-RequestOp = _message("RequestOp")
-LeaseGrantRequest = _message("LeaseGrantRequest")
-LeaseRevokeRequest = _message("LeaseRevokeRequest")
-LeaseTimeToLiveRequest = _message("LeaseTimeToLiveRequest")
-LeaseKeepAliveRequest = _message("LeaseKeepAliveRequest")
-WatchRequest = _message("WatchRequest")
-AuthenticateRequest = _message("AuthenticateRequest")
-StatusRequest = _message("StatusRequest")
+RangeRequest = message("RangeRequest")
+PutRequest = message("PutRequest")
+DeleteRangeRequest = message("DeleteRangeRequest")
+TxnRequest = message("TxnRequest")
+Compare = message("Compare")
+RequestOp = message("RequestOp")
+LeaseGrantRequest = message("LeaseGrantRequest")
+LeaseRevokeRequest = message("LeaseRevokeRequest")
+LeaseTimeToLiveRequest = message("LeaseTimeToLiveRequest")
+LeaseKeepAliveRequest = message("LeaseKeepAliveRequest")
+WatchRequest = message("WatchRequest")
+AuthenticateRequest = message("AuthenticateRequest")
+StatusRequest = message("StatusRequest")
