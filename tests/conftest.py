@@ -139,8 +139,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     unhandled: list[dict[str, Any]] = []
 
     def report(_: asyncio.AbstractEventLoop, error: dict[str, Any]) -> None:
-        # gRPC has one poller for all loops. If a call has outlived the loop of an earlier test, the
-        # loop of this one gets the error.
+        # gRPC has one poller for all loops of a process, and it wakes all of them: a loop whose
+        # event another one has taken, or whose call belongs to a loop that is closed by now, gets
+        # an error that concerns nobody (grpc/grpc#25364).
         if "PollerCompletionQueue._handle_events" not in error["message"]:
             unhandled.append(error)
 
