@@ -114,7 +114,7 @@ def test_a_sink_that_raises_is_reported_and_passed_over(caplog: pytest.LogCaptur
         (
             Waiting(election="e", election_kind="locks", name="a", behind="b"),
             logging.DEBUG,
-            "event=candidate_waiting election=e election_kind=locks name=a behind=b",
+            "event=candidate_waiting election=e election_kind=locks name=a behind=b joined=False",
         ),
         (
             LeaseLost(lease="l", reason="", ended_at=-math.inf),

@@ -28,7 +28,7 @@ from doyen.lease.clock import VirtualClock
 from doyen.manage.inventory import Inventory
 from doyen.metrics import meters as meters_module
 from doyen.metrics.histogram import Histogram
-from doyen.metrics.meters import SessionMeters
+from doyen.metrics.meters import Interval, SessionMeters
 from doyen.metrics.opentelemetry import OpenTelemetryMetrics
 from doyen.metrics.prometheus import PrometheusMetrics
 from doyen.model import Leader, Line
@@ -241,6 +241,29 @@ def _instrument(family: Any) -> str:
     for words in ("line.length", "without.leader", "leader.changes", "answer.age"):
         name = name.replace(words, words.replace(".", "_"))
     return name
+
+
+@virtual
+async def test_a_campaign_that_was_given_up_is_no_part_of_the_next_wait(place: Place) -> None:
+    meters = SessionMeters(place.clock)
+    waits: list[Interval] = []
+    meters.on_interval.append(waits.append)
+    one, two = await place.open(), await place.open(sinks=(meters,))
+    async with one.campaign("e", name="a"):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0), two.campaign("e", name="b"):
+                pass
+        await asyncio.sleep(3600.0)
+        trying = asyncio.create_task(_lead_once(two))
+        await asyncio.sleep(5.0)
+    await trying
+    (wait,) = waits
+    assert wait.ended - wait.began == pytest.approx(5.0, abs=0.5)
+
+
+async def _lead_once(session: doyen.Session) -> None:
+    async with session.campaign("e", name="b"):
+        pass
 
 
 @virtual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,9 +19,11 @@ import doyen
 from doyen.cli.dash import _token
 from doyen.cli.up.page import ProcessPage
 from doyen.errors import ConfigError, OrderFailed
+from doyen.web.board import Board, OpenPage
 from doyen.web.observation import StoreObservation
 from doyen.web.server import ASSETS, Access, make_app
 from doyen.web.serving import PageListener, PageThread, listen, serve
+from doyen.web.terms import ElectionRow
 from support import until
 
 TOKEN = "t" * 32
@@ -319,3 +322,41 @@ def test_a_page_that_ends_is_noticed() -> None:
     assert "the page has ended" in thread.address
     assert "nosuch" in thread.address
     thread.stop()
+
+
+async def test_a_page_that_stops_reading_costs_its_names_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is queued for it: what it missed is sent when it reads again, in its newest state."""
+    made = 0
+    whole = Board.message
+
+    def counted(self: Board, page: OpenPage) -> bytes | None:
+        nonlocal made
+        message = whole(self, page)
+        made += len(message or b"")
+        return message
+
+    monkeypatch.setattr(Board, "message", counted)
+    monkeypatch.setattr("doyen.web.server.COALESCE_S", 0.0)
+    async with served("memory://x") as (listener, observation):
+        board = observation.board
+        for number in range(1000):
+            row = ElectionRow("elections", f"e{number}-{'x' * 150}")
+            board.rows[row.key] = row
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", listener.port))
+        host = f"Host: 127.0.0.1:{listener.port}"
+        stuck.sendall(f"GET /api/stream HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        await until(lambda: board.pages)
+        (page,) = board.pages.values()
+        for _ in range(60):
+            for key in board.rows:
+                board.row_changed(key)
+            await asyncio.sleep(0.002)
+        assert len(page.rows) == len(board.rows)
+        every = sum(len(board._row(key)) for key in board.rows)
+        assert made < 30 * every, "what does not fit into the buffers of the kernel is not made"
+        stuck.close()
+        await until(lambda: not board.pages)

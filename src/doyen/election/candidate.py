@@ -195,9 +195,9 @@ class Claiming:
         name = Claim.decode(entry.value).name
         where = "leads" if entry.key == attempt.record_key else "is ahead in line"
         if candidacy.behind != f"{name!r} {where}":
-            candidacy.behind = f"{name!r} {where}"
+            first, candidacy.behind = not candidacy.behind, f"{name!r} {where}"
             settings = attempt.settings
-            core.telemetry.emit(Waiting(**settings.identity, behind=name))
+            core.telemetry.emit(Waiting(**settings.identity, behind=name, joined=first))
         candidacy.error = None
         await candidacy.sleep(attempt, until)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from doyen.model import Kind
@@ -130,10 +130,12 @@ class LeaseEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(CampaignEvent):
-    """A candidate waits in line. `behind` names the candidate before it, or the leader."""
+    """A candidate waits in line. `behind` names the candidate before it, or the leader. `joined` is
+    true for the first such event of a campaign."""
 
     log_name: ClassVar[str] = "candidate_waiting"
     behind: str
+    joined: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

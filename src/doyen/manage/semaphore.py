@@ -99,7 +99,8 @@ class SlotClaiming(Claiming):
         candidacy = self._candidacy
         if not candidacy.behind:
             candidacy.behind = f"its {settings.slots} slots are taken"
-            core.telemetry.emit(Waiting(**settings.identity, behind=candidacy.behind))
+            waiting = Waiting(**settings.identity, behind=candidacy.behind, joined=True)
+            core.telemetry.emit(waiting)
         candidacy.error = None
         await candidacy.sleep(attempt)
         return None

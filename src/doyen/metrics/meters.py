@@ -203,7 +203,11 @@ class SessionMeters:
         if len(self._candidates) > KEPT_NAMES + len(self._leading):
             self._forget_candidate()
         match event:
-            case Waiting():
+            case Waiting(joined=joined):
+                # An earlier campaign may have been given up, of which no event tells. After a loss
+                # the time counts from that.
+                if joined and self._waiting.get(key, ("joined",))[0] == "joined":
+                    self._waiting[key] = ("joined", record.wall)
                 self._waiting.setdefault(key, ("joined", record.wall))
             case Elected(token=token, lease=lease, valid_until=valid_until):
                 self._leading[key] = _Held(token, lease)
