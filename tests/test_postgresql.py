@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import select
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,3 +295,19 @@ async def test_a_dropped_connection_is_closed_even_if_its_last_call_was_abandone
         execution.close()
         present.hang_up()
         assert present.psycopg.closed
+
+
+async def test_attempts_to_connect_to_a_silent_server_leave_no_descriptor_behind() -> None:
+    """Whether they time out or are cancelled, and before any garbage collection."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://u@127.0.0.1:{silent.getsockname()[1]}/d?connect_timeout_s=2"
+        gc.disable()
+        try:
+            before = len(os.listdir("/proc/self/fd"))
+            for within_s in (0.1, 0.1, 60):
+                with pytest.raises((StoreUnavailable, TimeoutError)):
+                    async with asyncio.timeout(within_s):
+                        await open_store(url, Context(SystemClock(), lambda _: None))
+            assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            gc.enable()
