@@ -16,7 +16,7 @@ import doyen
 from candidates import Capture
 from doyen import cli
 from doyen.cli import _output
-from doyen.errors import ConfigError, StoreUnusable
+from doyen.errors import ConfigError, StoreError, StoreUnusable
 from doyen.stores.choice import absolute, choose_store, without_password
 from doyen.stores.port import StoreURL
 
@@ -186,6 +186,15 @@ def test_a_query_creates_nothing(query: list[str], tmp_path: Path, capsys: Captu
     assert cli.main(query) == 69
     assert f"there is no store at {tmp_path}/state/doyen/doyen.db" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_path_that_cannot_be_looked_at_is_not_called_empty(tmp_path: Path) -> None:
+    """As one in a directory that this user may not search."""
+    with (
+        pytest.raises(StoreError, match="File name too long"),
+        doyen.connect_blocking(f"sqlite:{tmp_path}/{'x' * 300}", create=False),
+    ):
+        pass
 
 
 def test_a_file_without_a_store_is_not_made_one(tmp_path: Path) -> None:

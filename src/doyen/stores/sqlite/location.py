@@ -89,13 +89,16 @@ class SessionsDirectory:
 def refuse_missing(path: str) -> None:
     """Raise if there is no store at `path`. An empty file, or a directory, is none."""
     try:
-        exists = os.path.isfile(path) and os.path.getsize(path) > 0
-    except OSError as error:
+        found = os.stat(path)
+        exists = stat.S_ISREG(found.st_mode) and found.st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        exists = False
+    except OSError as error:  # a directory that may not be searched, for example
         raise translate_os(error, path) from error
     if not exists:
         raise StoreUnusable(
             f"there is no store at {path}, and a query creates none: no candidate has used this"
-            " path yet; check it"
+            " path yet; check it, or start a candidate"
         )
 
 
