@@ -188,6 +188,12 @@ def test_a_query_creates_nothing(query: list[str], tmp_path: Path, capsys: Captu
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_a_home_directory_that_no_shell_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a crontab or a unit, and as `--store`, no shell replaces it."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert choose_store("sqlite:~/d.db").url == "sqlite:///home/ann/d.db"
+
+
 def test_a_path_that_cannot_be_looked_at_is_not_called_empty(tmp_path: Path) -> None:
     """As one in a directory that this user may not search."""
     with (
@@ -303,6 +309,11 @@ def test_schemes_of_other_programs_are_known(text: str, scheme: str) -> None:
         ("https://h1:2379", "write etcd://, or consul://"),
         ("sqlite:d.db?token_flor=1", "did you mean token_floor?"),
         ("doyen.db", "it must start with a scheme"),
+        ("redis:h1", "write redis://h1"),
+        ("etcd://http://h1:2379", "is followed by http://: leave that out"),
+        ("redis://:se/cret@h1", "write %2F"),
+        ("sqlite:$HOME/d.db", "begins with '$HOME', which a shell would have replaced"),
+        ("sqlite:~nosuchuser/d.db", "begins with '~nosuchuser'"),
     ],
 )
 def test_a_misspelt_url_gets_a_suggestion(url: str, advice: str) -> None:

@@ -16,16 +16,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import SplitResult, quote, unquote, urlencode
+from urllib.parse import quote, unquote, urlencode
 
 from doyen.errors import ConfigError
-from doyen.stores.port import canonical_scheme, split_url
+from doyen.stores.port import SECRET_USERS, canonical_scheme, cuts_a_secret, split_url
 
 __all__ = ["StoreChoice", "choose_store", "without_password"]
 
 HIDDEN = "…"
-_SECRET_USERS = ("doyen", "nats")
-"""Schemes whose URLs have a secret in the place of the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,8 @@ def _state_home() -> Path:
 
 
 def absolute(url: str) -> str:
-    """The URL with a relative path of a local store made absolute.
+    """The URL with a relative path of a local store made absolute, also one below `~`. Shells
+    replace that in some places only, and processes must not use different files.
 
     >>> absolute("sqlite:doyen.db") == f"sqlite://{quote(os.getcwd())}/doyen.db"
     True
@@ -159,6 +158,12 @@ def absolute(url: str) -> str:
     path = unquote(parts.netloc + parts.path)
     if not path or path.startswith((":", "/")) or path.endswith("/"):
         return url  # absolute, or refused by the adapter
+    path = os.path.expanduser(path)
+    if path.startswith(("~", "$")):
+        raise ConfigError(
+            f"the path of {url!r} begins with {path.partition('/')[0]!r}, which a shell would have"
+            " replaced: write an absolute path"
+        )
     try:
         path = os.path.abspath(path)
     except FileNotFoundError as error:
@@ -180,7 +185,7 @@ def without_password(url: str) -> str:
     ('doyen://…@h1:7400', 'nats://h1:4222')
     """
     parts = split_url(url)
-    if _cuts_a_secret(parts):
+    if cuts_a_secret(parts):
         name, colon, _ = parts.netloc.partition(":")
         user = f"{name}:" if colon else ""
         return f"{parts.scheme}://{user}{HIDDEN}@{url.rpartition('@')[2]}"
@@ -188,7 +193,7 @@ def without_password(url: str) -> str:
     name, colon, _ = user.partition(":")
     if at and colon:
         parts = parts._replace(netloc=f"{name}:{HIDDEN}@{host}")
-    elif at and parts.scheme in _SECRET_USERS:
+    elif at and parts.scheme in SECRET_USERS:
         parts = parts._replace(netloc=f"{HIDDEN}@{host}")
     options = parts.query.split("&")
     if any(map(_is_secret, options)):
@@ -199,17 +204,6 @@ def without_password(url: str) -> str:
     elif not at:
         return url  # geturl would normalise it
     return parts.geturl()
-
-
-def _cuts_a_secret(parts: SplitResult) -> bool:
-    """Whether the place of the hosts has the beginning of a secret, which should have had its `/`,
-    `?` or `#` escaped. In doubt it is one, because what is hidden does no harm."""
-    name, colon, after = parts.netloc.partition(":")
-    if not parts.netloc or "@" in parts.netloc or "[" in name:
-        return False
-    if colon and after.partition(",")[0].isdecimal():  # a port
-        return False
-    return "@" in parts.geturl() and (bool(colon) or parts.scheme in _SECRET_USERS)
 
 
 def _is_secret(option: str) -> bool:

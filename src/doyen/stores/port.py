@@ -274,6 +274,21 @@ def split_url(text: str) -> SplitResult:
     return urlsplit(f"{scheme}://{rest[len(netloc) :]}")._replace(netloc=netloc)
 
 
+SECRET_USERS = ("doyen", "nats")
+"""Schemes whose URLs have a secret in the place of the user."""
+
+
+def cuts_a_secret(parts: SplitResult) -> bool:
+    """Whether the place of the hosts has the beginning of a secret, which should have had its `/`,
+    `?` or `#` escaped. In doubt it is one, because what is hidden does no harm."""
+    name, colon, after = parts.netloc.partition(":")
+    if not parts.netloc or "@" in parts.netloc or "[" in name:
+        return False
+    if colon and after.partition(",")[0].isdecimal():  # a port
+        return False
+    return "@" in parts.geturl() and (bool(colon) or parts.scheme in SECRET_USERS)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreURL:
     """A parsed store URL. `options` are those of the query; the adapter knows all of them."""
@@ -293,6 +308,17 @@ class StoreURL:
                 f"{text!r} is not a store URL: it must start with a scheme,"
                 f" such as sqlite:///var/lib/doyen.db; known schemes: {', '.join(_known())}"
             )
+        if parts.scheme in {*_BUILT_IN} - {"memory", "sqlite"}:
+            if "://" not in text:
+                raise ConfigError(
+                    f"the URL of the store has no // after {parts.scheme}: write"
+                    f" {parts.scheme}://h1"
+                )
+            if ":" in parts.netloc and cuts_a_secret(parts):
+                raise ConfigError(
+                    "the password in the URL of the store has a /, ? or #, which ends it: write"
+                    " %2F, %3F or %23 instead"
+                )
         return cls(text, parts, dict(parse_qsl(parts.query, keep_blank_values=True)))
 
     def refuse_unknown(self, *known: str) -> None:

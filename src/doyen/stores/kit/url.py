@@ -66,6 +66,11 @@ def hosts(url: StoreURL, default_port: int, *, empty: str | None = None) -> tupl
     >>> [str(host) for host in hosts(StoreURL.parse("etcd://me:secret@h1,h2:9,[::1]/app"), 2379)]
     ['h1:2379', 'h2:9', '[::1]:2379']
     """
+    if url.parts.netloc in ("http:", "https:"):
+        raise ConfigError(
+            f"{url.parts.scheme}:// is followed by {url.parts.netloc}//: leave that out; the option"
+            " tls=true encrypts"
+        )
     found = []
     for text in url.parts.netloc.rpartition("@")[2].split(","):
         name, colon, port = text.rpartition(":")
