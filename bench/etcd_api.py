@@ -175,10 +175,14 @@ async def _outage(cluster: Cluster) -> float:
     for client in clients:
         await client.__aexit__()
     await asyncio.to_thread(leader.restart)
+    await _ready(cluster)
+    return took
+
+
+async def _ready(cluster: Cluster) -> None:
     for member in cluster.members:
         async with EtcdClient(_address(member)) as client:
             await client.ready()
-    return took
 
 
 def etcd_api(
@@ -195,6 +199,8 @@ def etcd_api(
         etcd = stack.enter_context(etcd_cluster())
         ours = stack.enter_context(DoorCluster(3))
         both: list[Cluster] = [ours, etcd]
+        for cluster in both:
+            asyncio.run(_ready(cluster))
         samples: list[list[float]] = [[], []]
         for _ in range(rounds):
             for each, cluster in zip(samples, both, strict=True):

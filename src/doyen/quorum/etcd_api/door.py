@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from doyen.errors import ConfigError, StoreUnusable
 from doyen.quorum.etcd_api.elections import Elections
@@ -28,7 +28,8 @@ from doyen.quorum.protocol.security import (
     parse_address,
 )
 
-PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+START: Final = b"PRI "
+"""How every connection of HTTP/2 begins, and no other."""
 READ: Final = 1 << 18
 FIRST_S: Final = 10.0
 """How long a client may take to send its first bytes."""
@@ -60,7 +61,7 @@ class EtcdDoor:
         self._socket = str(folder / "grpc")
         self._gateway = Gateway(api.unary, api.streaming)
         self._server = make_server(api.unary, api.streaming)
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: set[_Connection] = set()
 
     @classmethod
     async def open(
@@ -72,13 +73,9 @@ class EtcdDoor:
         security = options.security
         check_access(host, security, insecure=options.insecure)
         doors: list[EtcdDoor] = []
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await doors[0].serve(reader, writer)
-
         try:
-            listening = await asyncio.start_server(
-                accept,
+            listening = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(doors[0]),
                 host or None,
                 port,
                 ssl=security.listening_for("h2", "http/1.1"),
@@ -115,70 +112,156 @@ class EtcdDoor:
         self._listening.close()
         self.api.close()
         await self._server.stop(0)
-        for task in self._connections:
-            task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        for connection in [*self._connections]:
+            connection.close()
+        tasks = [each.task for each in self._connections if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
         await asyncio.sleep(0)  # in which the loop closes aborted connections
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
-        task = asyncio.current_task()
-        assert task is not None
+    def admit(self, connection: _Connection) -> bool:
+        """Count a connection. False if there are too many."""
         if len(self._connections) >= MAX_CONNECTIONS:
-            writer.transport.abort()
+            return False
+        self._connections.add(connection)
+        return True
+
+    def left(self, connection: _Connection) -> None:
+        """A connection has ended."""
+        self._connections.discard(connection)
+
+    async def pass_on(self, connection: _Connection, transport: Any) -> None:
+        """Connect a client to the gRPC server. From then on every byte is passed on as it
+        arrives."""
+        to_server, _ = await asyncio.get_running_loop().create_unix_connection(
+            lambda: _End(transport, connection.end_lost), self._socket
+        )
+        connection.partner = to_server
+        to_server.write(connection.first)
+        transport.set_protocol(_End(to_server, connection.end_lost))
+        transport.resume_reading()
+
+    async def serve_http(self, connection: _Connection, transport: Any) -> None:
+        """Serve a client of the gateway."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=READ, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        protocol.connection_made(transport)
+        transport.set_protocol(protocol)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        transport.resume_reading()
+        await self._gateway.serve(connection.first, reader, writer)
+        writer.close()
+        async with asyncio.timeout(FIRST_S):
+            await writer.wait_closed()
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of a client, until its first bytes show which protocol it speaks."""
+
+    def __init__(self, door: EtcdDoor) -> None:
+        self._door = door
+        self._transport: Any = None
+        self.first = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.partner: Any = None
+        """The connection to the gRPC server, if there is one."""
+        self._ends = 2
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        # The role of an onlooker allows no writes, and the API does not tell roles apart. Closing
+        # the connection in order would wait for the client.
+        onlooker = certificate_role(transport.get_extra_info("peercert")) == "onlooker"
+        if onlooker or not self._door.admit(self):
+            self._transport.abort()
             return
-        self._connections.add(task)
+        self._timer = asyncio.get_running_loop().call_later(FIRST_S, self.close)
+
+    def data_received(self, data: bytes) -> None:
+        first = self.first = self.first + data
+        # The first line of any HTTP request is longer than this.
+        if self.task is not None or (len(first) < len(START) and START.startswith(first)):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.pause_reading()  # until the protocol that takes over is there
+        if first.startswith(START):
+            work = self._door.pass_on(self, self._transport)
+        else:
+            work = self._door.serve_http(self, self._transport)
+        self.task = asyncio.get_running_loop().create_task(self._serve(work))
+
+    async def _serve(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._serve(reader, writer)
-            writer.close()
-            async with asyncio.timeout(FIRST_S):
-                await writer.wait_closed()
+            await work
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the client has gone
         except asyncio.CancelledError:
             pass  # the door is being closed; asyncio would log the cancellation
         finally:
-            self._connections.discard(task)
-            writer.transport.abort()
+            if self.partner is None:
+                self.ended()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if certificate_role(writer.get_extra_info("peercert")) == "onlooker":
-            # Its role allows no writes, and the API does not tell roles apart. Closing the
-            # connection in order would wait for the client.
-            writer.transport.abort()
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.task is None:
+            self.ended()
+
+    def close(self) -> None:
+        """End it at once."""
+        if self.task is not None:
+            self.task.cancel()
+        self.ended()
+
+    def end_lost(self) -> None:
+        """The client or the gRPC server has gone. What was received is still passed on."""
+        self._ends -= 1
+        if not self._ends:
+            self._door.left(self)
             return
-        async with asyncio.timeout(FIRST_S):
-            first = await reader.readexactly(1)
-            # The first line of any HTTP request is longer than this.
-            while PREFACE.startswith(first) and len(first) < len(b"PRI "):
-                first += await reader.readexactly(1)
-        if first != b"PRI ":
-            await self._gateway.serve(first, reader, writer)
-            return
-        inner_reader, inner_writer = await asyncio.open_unix_connection(self._socket, limit=READ)
-        try:
-            inner_writer.write(first)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, inner_writer))
-                both.create_task(_copy(inner_reader, writer))
-        except* OSError:
-            pass  # one side has gone
-        finally:
-            inner_writer.close()
+        for transport in (self._transport, self.partner):
+            if not transport.is_closing():
+                transport.close()
+                asyncio.get_running_loop().call_later(FIRST_S, transport.abort)
+
+    def ended(self) -> None:
+        """Everything was said, or nothing more may be."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for transport in (self._transport, self.partner):
+            if transport is not None:
+                transport.abort()
+        self._door.left(self)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what arrives, no faster than it is taken."""
-    while data := await reader.read(READ):
-        writer.write(data)
-        await writer.drain()
-    with suppress(OSError):
-        if writer.can_write_eof():
-            writer.write_eof()
-        else:
-            writer.close()
+class _End(asyncio.Protocol):
+    """One end of a connection. What arrives is passed on to the other end, no faster than that
+    takes it."""
+
+    def __init__(self, other: Any, lost: Callable[[], None]) -> None:
+        self._other = other
+        self._lost = lost
+
+    def data_received(self, data: bytes) -> None:
+        self._other.write(data)
+
+    def pause_writing(self) -> None:
+        self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._other.resume_reading()
+
+    def eof_received(self) -> bool:
+        """A client may stop sending and still receive. Over TLS it cannot."""
+        if self._other.can_write_eof():
+            self._other.write_eof()
+            return True
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
 
 
 def _url(options: NodeOptions, host: str, port: int) -> str:
