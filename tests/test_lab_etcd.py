@@ -63,8 +63,9 @@ def told_twice(patch: pytest.MonkeyPatch) -> None:
     tell = WatchStream._tell
 
     def again(self: WatchStream, watch: Any) -> Any:
-        yield from tell(self, watch)
+        response = tell(self, watch)
         watch.position -= not watch.behind and watch.position > 2
+        return response
 
     patch.setattr(WatchStream, "_tell", again)
     mark = WatchStream.mark
@@ -106,7 +107,7 @@ def cancelled_silently(patch: pytest.MonkeyPatch) -> None:
 
     def go_on(self: WatchStream, watch: Any) -> Any:
         watch.position = max(watch.position, self._keyspace.etcd.compacted)
-        yield from tell(self, watch)
+        return tell(self, watch)
 
     patch.setattr(WatchStream, "_tell", go_on)
 

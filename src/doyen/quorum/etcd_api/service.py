@@ -20,6 +20,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from random import SystemRandom
 from typing import Any, Final
@@ -455,6 +456,7 @@ class _Asker:
             self.outcome.set_exception(EtcdError(Code.UNAVAILABLE, f"{TIMED_OUT[1]}: {text}"))
 
 
+@lru_cache(maxsize=256)
 def _id(text: str) -> int:
     """etcd's ids are numbers of 64 bits."""
     return int.from_bytes(sha256(text.encode()).digest()[:8])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from doyen.quorum.etcd_api import rpc
@@ -207,9 +207,11 @@ class WatchStream:
             watch = next(iter(self._behind), None)
             if watch is not None:
                 quiet.discard(watch)
-                for response in self._tell(watch):
+                response = self._tell(watch)
+                if response is not None:
                     yield response
-                await asyncio.sleep(0)  # a long history must not delay heartbeats
+                else:
+                    await asyncio.sleep(0)  # a long history must not delay heartbeats
                 continue
             self._ready.clear()
             try:
@@ -223,18 +225,17 @@ class WatchStream:
                         yield rpc.WATCH.response(header=header, watch_id=watch.id)
                 quiet = {each for each in self._watches.values() if each.progress}
 
-    def _tell(self, watch: EtcdWatch) -> Iterator[Any]:
-        """The next response for a watch that is behind, if it concerns any of the changes."""
+    def _tell(self, watch: EtcdWatch) -> Any:
+        """The next response for a watch that is behind; None if the changes do not concern it."""
         etcd = self._keyspace.etcd
         if watch.position < etcd.compacted:
             self._remove(watch)
-            yield rpc.WATCH.response(
+            return rpc.WATCH.response(
                 header=self._header(self._hub.seen),
                 watch_id=watch.id,
                 canceled=True,
                 compact_revision=etcd.compacted,
             )
-            return
         events: list[Any] = []
         size = 0
         for change in etcd.changes(watch.position):
@@ -249,10 +250,10 @@ class WatchStream:
             watch.behind = False
             watch.position = max(watch.position, etcd.revision + 1)
             del self._behind[watch]
-        if events:
-            yield rpc.WATCH.response(
-                header=self._header(self._hub.seen), watch_id=watch.id, events=events
-            )
+        if not events:
+            return None
+        header = self._header(self._hub.seen)
+        return rpc.WATCH.response(header=header, watch_id=watch.id, events=events)
 
     def _event(self, watch: EtcdWatch, change: EtcdRecord) -> Any:
         before = self._keyspace.etcd.before(change) if watch.prev_kv else None
