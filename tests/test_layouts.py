@@ -16,7 +16,10 @@ import doyen
 from doyen.audit import verify
 from doyen.cli import main
 from doyen.events import ForeignLeader, Record
+from doyen.stores.consul.lock import FLAGS
 from foreign import Others, others_on
+from servers import Consul
+from servers.wire import http_json
 from support import lead_until_set, until
 
 LONG = pytest.mark.chaos
@@ -207,3 +210,56 @@ async def test_kazoo_sees_ours_as_contenders(request: pytest.FixtureRequest) -> 
         finally:
             await asyncio.to_thread(client.stop)
             client.close()
+
+
+async def test_keys_are_those_of_the_other_program(request: pytest.FixtureRequest) -> None:
+    async with others_on("etcd", request) as etcdctl, session(etcdctl) as ours:
+        async with ours.campaign("/app/keys", name="ours"):
+            found = etcdctl.run("get", "--prefix", "/app/keys/")
+            key = await found.line()
+            assert int(key.removeprefix("/app/keys/"), 16)
+            assert await found.line() == "ours"
+        etcdctl.url = etcdctl.url.replace("?", "/app?")
+        async with session(etcdctl) as prefixed, prefixed.campaign("keys", name="prefixed"):
+            leader = await ours.leader("/app/keys")
+            assert leader is not None
+            assert leader.name == "prefixed"
+
+
+async def test_a_key_that_is_not_a_lock_is_refused(
+    consul: Consul, request: pytest.FixtureRequest
+) -> None:
+    consul.put("refused/.lock", b"a value of another program")
+    async with others_on("consul", request) as others, session(others) as ours:
+        with pytest.raises(doyen.StoreUnusable, match="is not that of a lock"):
+            async with ours.campaign("refused"):
+                raise AssertionError
+        async with ours.campaign("own") as term:
+            with pytest.raises(doyen.StoreUnusable, match="changes of what a leader shows"):
+                await term.publish({"a": 1})
+            key = http_json(consul.port, "GET", "/v1/kv/own/.lock")[0]
+            assert (key["Flags"], key["ModifyIndex"]) == (FLAGS, term.token)
+
+
+async def test_lock_delay_of_a_foreign_leader_is_respected(
+    consul: Consul, request: pytest.FixtureRequest
+) -> None:
+    """Its session was lost, so it may still be at work."""
+
+    def ask(method: str, path: str, body: object = None) -> Any:
+        return http_json(consul.port, method, f"/v1/{path}", body)
+
+    def lose(name: str, delay: str) -> None:
+        lost = ask("PUT", "session/create", {"LockDelay": delay, "TTL": "10s"})["ID"]
+        assert ask("PUT", f"kv/{name}/.lock?acquire={lost}&flags={FLAGS}")
+        ask("PUT", f"session/destroy/{lost}")
+
+    async with others_on("consul", request) as others, session(others) as ours:
+        lose("long", "60s")
+        with pytest.raises(doyen.NotElected, match="lock-delay of Consul"):
+            async with ours.campaign("long", wait_s=0):
+                raise AssertionError
+        assert ours.health == "ok"
+        lose("short", "1s")
+        async with ours.campaign("short") as term:
+            assert term.valid

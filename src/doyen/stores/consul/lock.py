@@ -13,17 +13,19 @@ candidate of doyen; `consul lock` writes none and reads none.
   request that is carried out late thus cannot lock it again, under another token.
 - Lock-delay: when Consul ends the session of a foreign leader, nobody can lock the key for as long
   as that session asked for, 15 s by default. This is what protects against a leader that does not
-  stop in time, so doyen waits too. The sessions of doyen ask for none.
+  stop in time, so doyen waits too. Consul does not report its end, so candidates that wait are
+  notified once a second. The sessions of doyen ask for no delay.
 """
 
 from __future__ import annotations
 
+import asyncio
 from builtins import list as list_
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from doyen.errors import StoreUnavailable, StoreUnusable
+from doyen.errors import StoreUnusable
 from doyen.model import Claim, Entry, Finding, Lease, Version
 from doyen.stores.consul.client import Agents
 from doyen.stores.consul.store import ConsulStore, Operation, lock_operation, refuse_ended
@@ -34,6 +36,9 @@ from doyen.stores.port import Creation, Watch
 LAYOUT = "lock"
 FLAGS = 0x2DDCCBC058A50C18
 """Of the keys of locks of the Go client."""
+LOCK_DELAY = "lock-delay of Consul"
+"""Stands for the leader as long as nobody can lock the key."""
+RETRY_S = 1.0
 _NAMES = 1000
 """How many names of sessions are kept."""
 
@@ -47,6 +52,7 @@ class ConsulLockStore(ConsulStore):
         super().__init__(agents, prefix=prefix)
         self._names: dict[str, str] = {}
         """The names of sessions of other programs."""
+        self._watching: list_[WatchHandle] = []
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         if place_of(key, LAYOUT).part != "leader":
@@ -74,10 +80,8 @@ class ConsulLockStore(ConsulStore):
                 return Creation(True, await self._newer(record, before))
             refuse_ended(answer)
             if any("lock delay" in error["What"] for error in answer.json["Errors"]):
-                raise StoreUnavailable(
-                    f"the session of the last leader of {path} was lost: Consul's lock-delay keeps"
-                    " others from leading until it has passed"
-                )
+                asyncio.get_running_loop().call_later(RETRY_S, self._retry, path)
+                return Creation(False, Entry(key, foreign_claim(LOCK_DELAY), 0, None))
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         place_of(key, LAYOUT)
@@ -111,7 +115,15 @@ class ConsulLockStore(ConsulStore):
         self._require_usable()
         if place_of(scope, LAYOUT).part != "leader":
             return WatchHandle(scope, notify, lambda _: None)
-        return await super().watch(scope, notify)
+        watch = await self._watches.watch(self._path(scope), notify)
+        self._watching = [*(each for each in self._watching if not each.closed), watch]
+        return watch
+
+    def _retry(self, path: str) -> None:
+        """Have candidates try again that wait for the end of the lock-delay."""
+        for watch in self._watching:
+            if watch.scope == path:
+                watch.notify()
 
     async def diagnose(self) -> Sequence[Finding]:
         finding = layout_finding(
