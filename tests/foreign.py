@@ -57,9 +57,14 @@ class ForeignCandidate:
         while LEADS not in await self.line():
             pass
 
+    def interrupt(self) -> None:
+        """Interrupt it and what it has started, as a terminal does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+
     async def resign(self) -> None:
-        """Interrupt it and what it has started, as the terminal does."""
-        os.killpg(self._process.pid, signal.SIGINT)
+        """Interrupt it, and wait for its end."""
+        self.interrupt()
         await asyncio.to_thread(self._process.wait)
         self.kill()
 
@@ -77,7 +82,7 @@ class Others(ABC):
     url: str
     ttl_s = 2.0
     shown = "theirs"
-    """How its candidates show themselves."""
+    """How its candidates show themselves, as a regular expression."""
     has_line = True
     patience_s = 60.0
 
@@ -107,9 +112,10 @@ class Others(ABC):
 
 
 class Etcdctl(Others):
-    """`etcdctl lock`, whose value is empty; `etcdctl elect` has a proposal."""
+    """`etcdctl lock`, whose value is empty, so that its lease is shown; `etcdctl elect` has a
+    proposal."""
 
-    shown = ""
+    shown = "[0-9a-f]+"
 
     def __init__(self, address: str) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ class ConcurrencyStore(LineLayout, EtcdStore):
         return [
             Entry(
                 f"{line}/{quote(each.key[begin:], safe='')}",
-                own.get(each.create_revision) or foreign_claim(each.value),
+                own.get(each.create_revision) or foreign_claim(each.value or each.key[begin:]),
                 each.create_revision,
                 each.mod_revision,
                 f"{each.lease:016x}" if each.lease else None,

@@ -166,7 +166,7 @@ class KazooStore(LineLayout, ZooKeeperStore):
         except NoNodeError:
             return None
         ours = _OURS.fullmatch(name)
-        shown = foreign_claim(data or b"")
+        shown = foreign_claim(data or name)
         if ours is not None:
             shown = Claim.decode(shown)._replace(attempt=ours[1]).encode()
         return self._contender(line, name, shown, stat)
