@@ -295,3 +295,16 @@ async def test_the_server_is_diagnosed(place: Place) -> None:
         found = [finding.text for finding in await store.diagnose()]
     assert found[0].startswith("MariaDB 1")
     assert any("innodb_flush_log_at_trx_commit is 2" in text for text in found)
+
+
+async def test_failed_attempts_to_connect_leave_nothing_to_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        url = f"mysql://u@127.0.0.1:{servers.free_port()}/d"
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                await open_store(url, Context(SystemClock(), lambda _: None))
+        assert not [each for each in gc.get_objects() if isinstance(each, Connection)]
+    finally:
+        gc.enable()

@@ -21,6 +21,7 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from traceback import clear_frames
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -41,6 +42,7 @@ __all__ = [
     "SqlEngine",
     "TransactionUndone",
     "WrongServer",
+    "release_frames",
     "text_of",
 ]
 
@@ -129,6 +131,16 @@ class SqlEngine(ABC):
 
 def _shown(host: Host) -> str:
     return str(host if host.name else host._replace(name="localhost"))
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of what a failed attempt to connect still refers to. Client libraries leave cycles of
+    references, which last until the next garbage collection: psycopg a socket with each attempt
+    that times out or is cancelled, asyncmy 80 kB of buffers with each that fails."""
+    chain: BaseException | None = error
+    while chain is not None:
+        clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 class Primary:

@@ -48,6 +48,7 @@ from doyen.stores.sql.connection import (
     SqlEngine,
     TransactionUndone,
     WrongServer,
+    release_frames,
 )
 from doyen.stores.sql.diagnosis import findings_of_mysql
 from doyen.stores.sql.store import LAYOUT, RelationalStore, check_layout
@@ -299,7 +300,10 @@ class AsyncmyEngine(SqlEngine):
                     f" lock_wait_timeout = {_LOCK_TIMEOUT_S}, sql_notes = 0",
                     ssl=self._tls,
                 )
-        except MySQLError as error:
+        except BaseException as error:
+            release_frames(error)
+            if not isinstance(error, MySQLError):
+                raise
             code = _code(error)
             if code in _LOGIN_REFUSED or code == _NO_DATABASE:
                 raise StoreUnusable(

@@ -15,7 +15,6 @@ import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from traceback import clear_frames
 from typing import Any
 
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
@@ -32,6 +31,7 @@ from doyen.stores.sql.connection import (
     SqlEngine,
     TransactionUndone,
     WrongServer,
+    release_frames,
 )
 
 with options.requires("postgresql", "psycopg"):
@@ -163,16 +163,6 @@ class PostgreSQLConnection(ServerConnection):
             self.hang_up()
 
 
-def _release_frames(error: BaseException) -> None:
-    """Let go of what the failed calls still refer to. An attempt of psycopg to connect that times
-    out or is cancelled leaves its socket in a cycle of references, open until the next garbage
-    collection: a server that does not answer would cost a descriptor with each attempt."""
-    chain: BaseException | None = error
-    while chain is not None:
-        clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
-
-
 class PsycopgEngine(SqlEngine):
     """PostgreSQL. With a channel, `notified` is called with the path of every change, and with None
     each time that listening has begun: changes before that were not notified."""
@@ -217,7 +207,7 @@ class PsycopgEngine(SqlEngine):
                 cursor_factory=AsyncClientCursor,
             )
         except BaseException as error:
-            _release_frames(error)
+            release_frames(error)
             if isinstance(error, psycopg.Error):
                 raise _connect_error(error, self.where) from error
             raise
