@@ -8,11 +8,13 @@ import contextlib
 import logging
 import random
 import signal
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +492,16 @@ def test_mistakes_are_reported_when_the_object_is_made() -> None:
         Leadership("")
     with pytest.raises(ConfigError, match="coroutine function"):
         Leadership("e").task(print)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("module", ["asgi", "wsgi"])
+def test_a_missing_library_is_named_with_its_extra(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpcore2", None)
+    monkeypatch.delitem(sys.modules, f"doyen.integrations.{module}", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'doyen\[forward\]'"):
+        import_module(f"doyen.integrations.{module}")
 
 
 def get(port: int, path: str) -> int:

@@ -21,9 +21,13 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
-import httpcore2
+from doyen.errors import ConfigError, LeadershipLost
 
-from doyen.errors import LeadershipLost
+try:
+    import httpcore2
+except ModuleNotFoundError as error:
+    raise ConfigError("forwarding needs httpcore2: pip install 'doyen[forward]'") from error
+
 from doyen.events.log_lines import log_line
 from doyen.integrations.forwarding import (
     AGAIN_S,
