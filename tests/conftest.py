@@ -15,6 +15,7 @@ import inspect
 import logging
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "chaos":
         config.pluginmanager.register(summary.Summary())
     _restore_signals()
-    # Tests start hundreds of processes, each of which would compile doyen again.
+    # Tests start hundreds of processes, each of which would compile doyen again, and the next run
+    # would rewrite the assertions of all tests again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)

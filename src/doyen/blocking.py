@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
+from doyen import manage
 from doyen.election.callbacks import Callbacks, CandidateOptions, CandidateThread
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings
@@ -34,21 +35,7 @@ from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlocki
 from doyen.errors import ConfigError, SessionClosed, did_you_mean
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import ThreadRuntime
-from doyen.manage.barrier import arrive
-from doyen.manage.inventory import (
-    INVENTORY_KINDS,
-    Inventory,
-    InventoryKind,
-    observe_inventory,
-    read_inventory,
-)
-from doyen.manage.members import MemberOptions, MemberSettings, MemberView, Registration
-from doyen.manage.publishing import ListPublisher, observe_published, read_published
-from doyen.manage.roster import RosterChanges, observe_members, read_members
-from doyen.manage.shards.bodies import Prepare, ShardBody, ThreadBodies
-from doyen.manage.shards.owner import OwnerSettings
-from doyen.manage.shards.routing import ShardMap, observe_map, read_map
-from doyen.manage.shards.scopes import BlockingOwning, BlockingShardSet, OwnerOptions
+from doyen.manage.members import MemberView
 from doyen.model import (
     Candidate,
     Kind,
@@ -75,6 +62,19 @@ from doyen.stores.choice import without_password
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
+    from doyen.manage import (
+        BlockingOwning,
+        BlockingShardSet,
+        Inventory,
+        InventoryKind,
+        MemberOptions,
+        MemberSettings,
+        OwnerOptions,
+        Prepare,
+        Registration,
+        ShardBody,
+        ShardMap,
+    )
     from doyen.manage.config_session import BlockingConfig, ConfigOptions
 
 __all__ = ["BlockingCampaign", "BlockingSession", "connect_blocking", "while_leader"]
@@ -221,7 +221,7 @@ class BlockingSession:
 
     def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
         """Wait until `n` have arrived; see `Session.barrier`."""
-        return self._run(arrive, barrier, n, wait_s)
+        return self._run(manage.arrive, barrier, n, wait_s)
 
     def leader(self, election: str, *, kind: Kind = "elections") -> Leader | None:
         """The current leader, read from the store; None if there is none. With `kind="locks"`, the
@@ -299,7 +299,7 @@ class BlockingSession:
     def member(self, group: str, **options: Unpack[MemberOptions]) -> BlockingJoining:
         """Be a member of `group` for the duration of a scope; see `Session.member`. The health
         check is an ordinary function, called on a thread of its own."""
-        settings = MemberSettings(group=group, **options)
+        settings = manage.MemberSettings(group=group, **options)
         if inspect.iscoroutinefunction(settings.health):
             raise ConfigError(
                 "a blocking session has no loop for a health check that is a coroutine function:"
@@ -309,16 +309,16 @@ class BlockingSession:
 
     def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
-        return [*self._run(read_members, group, times=True).members.values()]
+        return [*self._run(manage.read_members, group, times=True).members.values()]
 
     def observe_members(
         self, group: str, *, suspect: bool = True
     ) -> Generator[MemberChange | Unreachable[tuple[Member, ...]] | Reachable, None, None]:
         """Each live member as `joined`, then every change; see `Session.observe_members`."""
-        seen = RosterChanges(self._opened)
+        seen = manage.RosterChanges(self._opened)
 
         def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
-            return observe_members(core, group, deliver, suspect=suspect)
+            return manage.observe_members(core, group, deliver, suspect=suspect)
 
         with contextlib.closing(self._observe(observing, 1)) as rosters:
             for roster in rosters:
@@ -328,7 +328,7 @@ class BlockingSession:
     def publisher(self, group: str, term: Term, *, settle_s: float | None = None) -> Iterator[None]:
         """As the leader, publish the members of `group` for the duration of a scope; see
         `Session.publisher`."""
-        publisher = ListPublisher(self._opened, group, term, settle_s)
+        publisher = manage.ListPublisher(self._opened, group, term, settle_s)
         publisher.core.check_open()
         self._runtime.do_blocking(publisher.start())
         try:
@@ -339,13 +339,13 @@ class BlockingSession:
 
     def published(self, group: str) -> Published | None:
         """The members of a group as its leader published them last; None if none did."""
-        return self._run(read_published, group)
+        return self._run(manage.read_published, group)
 
     def observe_published(
         self, group: str
     ) -> Generator[Published | Unreachable[Published] | None, None, None]:
         """The published list, then every change."""
-        return self._observe(lambda core, deliver: observe_published(core, group, deliver))
+        return self._observe(lambda core, deliver: manage.observe_published(core, group, deliver))
 
     def own_shards(
         self,
@@ -360,29 +360,31 @@ class BlockingSession:
         `body` runs on a thread of its own for each shard. It has to end when `term.valid` turns
         false; until then no other member gets the shard, unless its lease ends.
         """
-        core, settings = self._opened, OwnerSettings(shards=shards, **options)
+        core, settings = self._opened, manage.OwnerSettings(shards=shards, **options)
         if inspect.iscoroutinefunction(body) or inspect.iscoroutinefunction(prepare):
             raise ConfigError("a blocking session runs ordinary functions, not coroutine functions")
-        return BlockingOwning(core, settings, lambda: ThreadBodies(self._runtime, body, prepare))
+        return manage.BlockingOwning(
+            core, settings, lambda: manage.ThreadBodies(self._runtime, body, prepare)
+        )
 
     def shards(self, shards: str) -> BlockingShardSet:
         """The set of shards of this name: its map, and requests to change it."""
-        return BlockingShardSet(self._opened, shards)
+        return manage.BlockingShardSet(self._opened, shards)
 
     def shard_map(self, shards: str) -> ShardMap:
         """Who owns what in a set of shards, read from the store."""
-        return self._run(read_map, shards)
+        return self._run(manage.read_map, shards)
 
     def observe_shards(
         self, shards: str
     ) -> Generator[ShardMap | Unreachable[ShardMap], None, None]:
         """The map of a set of shards, then every change."""
-        return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
+        return self._observe(lambda core, deliver: manage.observe_map(core, shards, deliver))
 
     def inventory(self, *kinds: InventoryKind) -> Inventory:
         """Everything that the store has, or what it has of these kinds; see
         `Session.inventory`."""
-        return self._run(read_inventory, kinds or INVENTORY_KINDS)
+        return self._run(manage.read_inventory, kinds or manage.INVENTORY_KINDS)
 
     def observe_inventory(
         self, *kinds: InventoryKind
@@ -391,7 +393,7 @@ class BlockingSession:
         `Session.observe_inventory`."""
 
         def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
-            return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
+            return manage.observe_inventory(core, deliver, kinds or manage.INVENTORY_KINDS)
 
         return self._observe(observing, 1)
 
@@ -440,7 +442,7 @@ class BlockingJoining:
             raise SessionClosed("the scope of a member is entered once; make another")
         core, runtime = self._core, self._runtime
         core.check_open()
-        registration = self._registration = Registration(core, self._settings)
+        registration = self._registration = manage.Registration(core, self._settings)
         runtime.retain()
         try:
             runtime.do_blocking(core.run(registration.join))

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+from doyen import manage
 from doyen._waiting import outlast, shared
 from doyen.election.callbacks import Callbacks, CandidateOptions, CandidateTask
 from doyen.election.core import SessionCore
@@ -31,21 +32,6 @@ from doyen.errors import SessionClosed, did_you_mean
 from doyen.events import Sink
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import Runtime, ThreadRuntime
-from doyen.manage.barrier import arrive
-from doyen.manage.inventory import (
-    INVENTORY_KINDS,
-    Inventory,
-    InventoryKind,
-    observe_inventory,
-    read_inventory,
-)
-from doyen.manage.members import GroupMember, MemberOptions, MemberSettings, Registration
-from doyen.manage.publishing import ListPublisher, observe_published, read_published
-from doyen.manage.roster import RosterChanges, observe_members, read_members
-from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody
-from doyen.manage.shards.owner import OwnerSettings
-from doyen.manage.shards.routing import ShardMap, observe_map, read_map
-from doyen.manage.shards.scopes import OwnerOptions, Owning, ShardSet
 from doyen.model import (
     Candidate,
     Kind,
@@ -65,6 +51,21 @@ from doyen.term import Term
 from doyen.warden.client import Warding
 
 if TYPE_CHECKING:
+    from doyen.manage import (
+        GroupMember,
+        Inventory,
+        InventoryKind,
+        ListPublisher,
+        MemberOptions,
+        MemberSettings,
+        OwnerOptions,
+        Owning,
+        Prepare,
+        Registration,
+        ShardBody,
+        ShardMap,
+        ShardSet,
+    )
     from doyen.manage.config_session import Config, ConfigOptions
 
 __all__ = ["Campaign", "Joining", "Publishing", "Session", "connect"]
@@ -259,7 +260,7 @@ class Session:
         A party that is gone before the barrier is passed does not count. Raises `NotArrived`
         after `wait_s`; then this one does not count either. `n` is kept in the store.
         """
-        return await self._run(arrive, barrier, n, wait_s)
+        return await self._run(manage.arrive, barrier, n, wait_s)
 
     async def resign(
         self,
@@ -384,11 +385,11 @@ class Session:
         `health_every_s`, `health_limit_s`; each is explained at
         `doyen.manage.members.MemberOptions`.
         """
-        return Joining(self._opened, MemberSettings(group=group, **options))
+        return Joining(self._opened, manage.MemberSettings(group=group, **options))
 
     async def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
-        return [*(await self._run(read_members, group, times=True)).members.values()]
+        return [*(await self._run(manage.read_members, group, times=True)).members.values()]
 
     async def observe_members(
         self, group: str, *, suspect: bool = True
@@ -402,10 +403,10 @@ class Session:
         With `suspect` the list is also read about three times per ttl, to notice renewals that are
         late.
         """
-        seen = RosterChanges(self._opened)
+        seen = manage.RosterChanges(self._opened)
 
         def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
-            return observe_members(core, group, deliver, suspect=suspect)
+            return manage.observe_members(core, group, deliver, suspect=suspect)
 
         async with contextlib.aclosing(self._observe(observing, 1)) as rosters:
             async for roster in rosters:
@@ -421,11 +422,11 @@ class Session:
 
         Changes within `settle_s` (default 0.1 s) are published together.
         """
-        return Publishing(ListPublisher(self._opened, group, term, settle_s))
+        return Publishing(manage.ListPublisher(self._opened, group, term, settle_s))
 
     async def published(self, group: str) -> Published | None:
         """The members of a group as its leader published them last; None if none did."""
-        return await self._run(read_published, group)
+        return await self._run(manage.read_published, group)
 
     def observe_published(
         self, group: str
@@ -435,7 +436,7 @@ class Session:
         async for published in session.observe_published("workers"):
             print(published.position, [member.name for member in published.members])
         """
-        return self._observe(lambda core, deliver: observe_published(core, group, deliver))
+        return self._observe(lambda core, deliver: manage.observe_published(core, group, deliver))
 
     def own_shards(
         self,
@@ -461,19 +462,19 @@ class Session:
         `doyen.manage.shards.scopes.OwnerOptions`. The set is created by
         `session.shards(shards).configure(count=…)`.
         """
-        core, settings = self._opened, OwnerSettings(shards=shards, **options)
-        return Owning(core, settings, lambda: LoopBodies(core.runtime, body, prepare))
+        core, settings = self._opened, manage.OwnerSettings(shards=shards, **options)
+        return manage.Owning(core, settings, lambda: manage.LoopBodies(core.runtime, body, prepare))
 
     def shards(self, shards: str) -> ShardSet:
         """The set of shards of this name: its map, and requests to change it."""
-        return ShardSet(self._opened, shards)
+        return manage.ShardSet(self._opened, shards)
 
     async def shard_map(self, shards: str) -> ShardMap:
         """Who owns what in a set of shards, read from the store.
 
         route = (await session.shard_map("jobs")).route("customer-17")
         """
-        return await self._run(read_map, shards)
+        return await self._run(manage.read_map, shards)
 
     def observe_shards(self, shards: str) -> AsyncGenerator[ShardMap | Unreachable[ShardMap], None]:
         """The map of a set of shards, then every change.
@@ -481,7 +482,7 @@ class Session:
         async for shard_map in session.observe_shards("jobs"):
             print(shard_map.generation, shard_map.route("customer-17").address)
         """
-        return self._observe(lambda core, deliver: observe_map(core, shards, deliver))
+        return self._observe(lambda core, deliver: manage.observe_map(core, shards, deliver))
 
     async def inventory(self, *kinds: InventoryKind) -> Inventory:
         """Everything that the store has, or what it has of these kinds: "elections", "locks",
@@ -490,7 +491,7 @@ class Session:
             for name, line in (await session.inventory()).elections.items():
                 print(name, line.leader.name if line.leader else "no leader")
         """
-        return await self._run(read_inventory, kinds or INVENTORY_KINDS)
+        return await self._run(manage.read_inventory, kinds or manage.INVENTORY_KINDS)
 
     def observe_inventory(
         self, *kinds: InventoryKind
@@ -503,7 +504,7 @@ class Session:
         """
 
         def observing(core: SessionCore, deliver: Callable[[Any], None]) -> Any:
-            return observe_inventory(core, deliver, kinds or INVENTORY_KINDS)
+            return manage.observe_inventory(core, deliver, kinds or manage.INVENTORY_KINDS)
 
         return self._observe(observing, 1)
 
@@ -550,7 +551,7 @@ class Joining:
             raise SessionClosed("the scope of a member is entered once; make another")
         core = self._core
         core.check_open()
-        registration = self._registration = Registration(core, self._settings)
+        registration = self._registration = manage.Registration(core, self._settings)
         core.runtime.retain()
         try:
             await core.runtime.do(core.run(registration.join))
@@ -558,7 +559,7 @@ class Joining:
             core.runtime.start(registration.leave())
             core.runtime.release()
             raise
-        return GroupMember(registration)
+        return manage.GroupMember(registration)
 
     async def __aexit__(self, *_: object) -> None:
         assert self._registration is not None
