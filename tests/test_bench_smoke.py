@@ -25,6 +25,7 @@ FIGURES = {
     "lab": 3,
     "writes": 2,
     "outages": 4,
+    "etcd_api": 4,
     "upkeep": 3,
     "soak": 1,
     "members": 2,
