@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -18,7 +19,7 @@ import pytest
 
 import servers
 from doyen.quorum.etcd_api import rpc
-from etcd_door import POLL_S, Door, DoorCluster, EtcdClient
+from etcd_door import POLL_S, Door, DoorCluster, DoorNode, EtcdClient
 from servers.environments import environment
 from servers.etcd import ETCDCTL
 from servers.fetch import obtain
@@ -431,3 +432,35 @@ async def all_told_finally(told: list[list[tuple[int, bytes]]], last: int) -> No
     async with asyncio.timeout(PATIENCE_S):
         while any(each[-1][0] < last for each in told):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
+
+
+def resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_a_watcher_that_does_not_read_takes_no_memory() -> None:
+    """It is cut off when the history, which is bounded, no longer has what it wants, and learns
+    from where it has to read again."""
+
+    async def trial(member: DoorNode) -> None:
+        async with EtcdClient(member.door) as client, EtcdClient(member.door) as slow:
+            await client.ready()
+            stream = slow.stream(rpc.WATCH)
+            await stream.write(rpc.WATCH.request(create_request={"key": KEY}))
+            assert (await stream.read()).created
+            sizes = []
+            for number in range(900):
+                await client.call(rpc.PUT, key=KEY, value=b"%d" % number + bytes(900_000))
+                if number % 300 == 299:
+                    sizes.append(resident_mb(member.pid))
+            print([round(each) for each in sizes], "MiB, after writes of 257 MiB each")
+            assert sizes[-1] < sizes[0] + 128, "the history is full after the first part"
+            told: list[int] = []
+            while not (response := await stream.read()).canceled:
+                told += [each.kv.mod_revision for each in response.events]
+            assert told == [*range(told[0], told[0] + len(told))]
+            assert told[-1] < response.compact_revision
+
+    with DoorCluster(1) as cluster:
+        asyncio.run(trial(cluster.members[0]))
