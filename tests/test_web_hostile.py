@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from candidates import Capture
+from doyen.cli._output import print_json
 from doyen.cli.list import as_dict, view
 from doyen.web import trail as trails
 from doyen.web.board import Board
@@ -23,7 +25,7 @@ ODD: tuple[Any, ...] = (
     None,
     True,
     -1,
-    10**30,
+    10**400,
     "",
     "\ud800",
     [[]],
@@ -100,7 +102,9 @@ def strict(text: bytes) -> Any:
 
 
 @virtual
-async def test_whatever_stands_in_the_store_the_page_is_shown(place: Place) -> None:
+async def test_whatever_stands_in_the_store_the_page_is_shown(
+    place: Place, capsys: Capture
+) -> None:
     lease = place.server.grant(1e6).id
     for key, value in VALUES.items():
         for number, odd in enumerate(bent(value)):
@@ -132,7 +136,9 @@ async def test_whatever_stands_in_the_store_the_page_is_shown(place: Place) -> N
     session = await place.open()
     seen = await session.inventory()
     assert view(seen).parts
-    json.dumps(as_dict(seen))
+    capsys.readouterr()
+    print_json(as_dict(seen))
+    strict(capsys.readouterr().out.encode())
     for entry in [entry for key in VALUES for entry in place.server.list(key.partition("/")[0])]:
         place.server.delete(entry.key)
 

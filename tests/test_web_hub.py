@@ -15,6 +15,7 @@ import pytest
 from doyen import Session
 from doyen.errors import StoreUnavailable
 from doyen.events import Record
+from doyen.manage.roster import SUSPECT_AFTER
 from doyen.model import Entry, Order
 from doyen.stores.port import Store, Watch
 from doyen.testing.faults import Faults
@@ -419,6 +420,19 @@ async def test_members_and_their_renewals(place: Place) -> None:
             await member.drain()
             await until(lambda: hub.board.topics["members"][0]["state"] == "draining", 0.5)
         await until(lambda: hub.board.topics["members"][0]["gone"], 0.5)
+
+
+@virtual
+async def test_a_member_that_renews_in_time_is_never_late(place: Place) -> None:
+    """It renews more often than the store is looked at: the age of a look is no silence."""
+    session = await place.open(ttl_s=2.0)
+    async with session.member("workers", name="w1"), observed(place) as hub:
+        await until(lambda: hub.board.topics["members"])
+        for _ in range(100):
+            await asyncio.sleep(0.13)
+            (member,) = hub.board.topics["members"]
+            assert member["looked"] - member["heard"] <= 2.0 * SUSPECT_AFTER
+            assert "l" not in member["beats"]
 
 
 @virtual

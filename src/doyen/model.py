@@ -384,10 +384,18 @@ def encode_json(value: object) -> bytes:
 
 
 def finite(value: object) -> float | None:
-    """A number that JSON can represent; None for everything else."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    """A number that JSON can represent; None for everything else.
+
+    >>> finite(1), finite("1"), finite(float("nan")), finite(10**400)
+    (1.0, None, None, None)
+    """
+    if not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _mapping(value: object) -> object:

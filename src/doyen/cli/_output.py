@@ -45,8 +45,25 @@ class Exit(IntEnum):
 
 
 def print_json(value: Any) -> None:
-    """Print a value on one line and flush, so that a program can read a stream of them."""
-    print(json.dumps(value), flush=True)
+    """Print a value on one line and flush, so that a program can read a stream of them. A number
+    that JSON does not have, which another program may have written into the store, is null."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value))
+    print(text, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """
+    >>> _finite({"a": [1, float("nan")], "b": float("inf")})
+    {'a': [1, None], 'b': None}
+    """
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Console(Protocol):

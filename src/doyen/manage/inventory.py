@@ -22,7 +22,7 @@ from doyen.errors import BadDocument, ConfigError
 from doyen.manage.documents import Versioned
 from doyen.manage.roster import Roster, roster_of
 from doyen.manage.shards.routing import ShardMap, map_of
-from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member, Unreachable
+from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member, Unreachable, finite
 
 __all__ = [
     "INVENTORY_KINDS",
@@ -296,8 +296,10 @@ def _config(_: str, found: list[_Found], _now: float) -> ConfigState | None:
     except BadDocument as problem:
         return ConfigState(0, "", 0.0, kept, subscribers, str(problem))
     try:
-        author, at = str(document.body["author"]), float(document.body["at"])
-    except (KeyError, TypeError, ValueError) as problem:
+        author, at = str(document.body["author"]), finite(document.body["at"])
+        if at is None:
+            raise ValueError("its time is not a number")
+    except (KeyError, ValueError) as problem:
         return ConfigState(
             document.version, "", 0.0, kept, subscribers, f"it is not a configuration: {problem!r}"
         )

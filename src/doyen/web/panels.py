@@ -96,6 +96,8 @@ class HeardMember:
     heard: float | None = None
     """When it renewed last, on the wall clock; None if the store does not tell."""
     beats: deque[str] = field(default_factory=lambda: deque(maxlen=BEATS))
+    looked: float | None = None
+    """When the store was last asked, on the wall clock. Since then it may have renewed."""
     silent_s: float = 0.0
     """The longest silence that was seen since the last renewal."""
     gone_at: float | None = None
@@ -103,7 +105,7 @@ class HeardMember:
     def look(self, entry: Entry, now: float) -> None:
         if entry.remaining_s is None:
             return
-        ttl_s = self.value.ttl_s
+        ttl_s, self.looked = self.value.ttl_s, now
         heard = now - max(0.0, ttl_s - entry.remaining_s)
         if self.heard is None:
             self.heard = heard
@@ -125,7 +127,8 @@ class HeardMember:
             "by": clipped(value.by, 100),
             "ttl": value.ttl_s,
             "since": round(value.since, 1),
-            "heard": None if self.heard is None else round(self.heard, 1),
+            "heard": None if self.heard is None else round(self.heard, 2),
+            "looked": None if self.looked is None else round(self.looked, 2),
             "beats": "".join(self.beats),
             "gone": self.gone_at,
             "meta": clipped(value_text(dict(value.meta)), 500),

@@ -70,7 +70,8 @@ function makeMember() {
     row.update();
   };
   row.update = () => {
-    const silent = m.heard == null ? null : Math.max(0, (m.gone ?? known()) - m.heard), late = silent != null && silent > m.ttl * 2 / 3;
+    // Whether it is late is known of the last look at the store: since then it may have renewed.
+    const silent = m.heard == null ? null : Math.max(0, (m.gone ?? known()) - m.heard), late = m.heard != null && (isLive() ? m.looked : known()) - m.heard > m.ttl * 2 / 3;
     const kind = m.gone != null ? 'bad' : !isLive() && late ? 'unknown' : late || m.state !== 'up' ? 'warn' : '';
     if (dot.className !== `dot ${kind}`) dot.className = `dot ${kind}`;
     ago.textContent = m.gone != null ? 'gone' : silent == null ? '' : span(silent);
