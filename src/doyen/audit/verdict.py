@@ -622,7 +622,7 @@ class _Judge:
             these = "1 line" if seen.unreadable == 1 else f"{seen.unreadable} lines"
             self._warnings.append(
                 f"{these} cannot be read (torn by a full disk or a power cut, damaged, or written"
-                " by another program); events that they recorded are missing from the proof"
+                " by another program); what was recorded there is missing from the proof"
             )
         if cut := len(seen.ignored) - seen.unreadable:
             these = "1 file ends" if cut == 1 else f"{cut} files end"
