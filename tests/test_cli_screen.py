@@ -18,7 +18,7 @@ from doyen.cli import _screen
 from doyen.cli._output import Table, console
 from doyen.cli._screen import View, show_stream
 from doyen.cli.members import change_dict, change_text
-from doyen.cli.watch import _print_changes
+from doyen.cli.watch import _print_changes, _print_one
 from doyen.model import Member, Reachable, Unreachable
 from doyen.testing.faults import Faults
 from support import Place, virtual
@@ -114,6 +114,27 @@ async def test_watching_many_says_which_leaders_were_known_last(
     leads = f"a leads e, token {term.token}"
     assert (first, again) == (leads, leads)
     assert re.fullmatch(rf"unreachable since [\d:]+ \(.*\); last known: {leads}", lost)
+
+
+@virtual
+async def test_watching_one_that_was_never_read_does_not_say_that_it_had_no_leader(
+    place: Place, capsys: Capture
+) -> None:
+    faults = Faults()
+    looking = await place.open(faults)
+    faults.cut()
+    watching = asyncio.create_task(_print_one(console(), looking, "elections", "e", False))
+    await asyncio.sleep(10.0)
+    faults.heal()
+    await asyncio.sleep(2.0)
+    faults.cut()
+    await asyncio.sleep(10.0)
+    watching.cancel()
+    lost, found, again = [line[24:] for line in capsys.readouterr().out.splitlines()]
+    assert lost.endswith("last known: nothing")
+    assert found == "e has no leader"
+    assert again.endswith("last known: e has no leader")
+    faults.heal()
 
 
 @virtual

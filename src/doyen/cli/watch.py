@@ -66,13 +66,20 @@ async def _watch(url: str, args: argparse.Namespace) -> None:
     kind, names, out = kind_of(args), args.elections, console()
     async with connect(url, create=False) as session:
         if len(names) == 1:
-            async for leader in session.observe(names[0], kind=kind):
-                _print(out, session, names[0], leader, kind, args.json)
+            await _print_one(out, session, kind, names[0], args.json)
         elif getattr(out, "is_terminal", False) and not args.json:
             seen = _chosen(session, kind, names)
             await show_stream(session, seen, _view(kind), lambda _: {}, as_json=False)
         else:
             await _print_changes(out, session, kind, names, args.json)
+
+
+async def _print_one(out: Console, session: Session, kind: Kind, name: str, as_json: bool) -> None:
+    """A line for each change of one election."""
+    known = False
+    async for leader in session.observe(name, kind=kind):
+        known = known or not isinstance(leader, Unreachable)
+        _print(out, session, name, leader, kind, as_json, known=known)
 
 
 def _print(
@@ -82,13 +89,15 @@ def _print(
     leader: Leader | Unreachable[Leader] | None,
     kind: Kind,
     as_json: bool,
+    *,
+    known: bool = True,
 ) -> None:
-    """Print one change of one election."""
+    """Print one change of one election. `known`: who led was read before."""
     if as_json:
         print_json(stated(session, leader, lambda known: as_dict(election, known, kind)))
         return
     if isinstance(leader, Unreachable):
-        text = lost_text(leader, leader_text(election, leader.last, kind))
+        text = lost_text(leader, leader_text(election, leader.last, kind) if known else "nothing")
     else:
         text = leader_text(election, leader, kind)
     _print_line(out, text)
