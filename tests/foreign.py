@@ -80,7 +80,9 @@ class Others(ABC):
     """A server, and the other program whose candidates take part there."""
 
     url: str
-    ttl_s = 2.0
+    ttl_s = 30.0
+    """Of leases of both kinds. It outlasts a stall of the machine, where it does not matter."""
+    least_ttl_s = 2.0
     shown = "theirs"
     """How its candidates show themselves, as a regular expression."""
     has_line = True
@@ -129,7 +131,7 @@ class Etcdctl(Others):
         )
 
     def command(self, name: str, body: str) -> ForeignCandidate:
-        return self.run("lock", "--ttl=2", name, "--", "sh", "-c", body)
+        return self.run("lock", f"--ttl={self.ttl_s:.0f}", name, "--", "sh", "-c", body)
 
 
 class Kazoo(Others):
@@ -142,7 +144,7 @@ from kazoo.client import KazooClient
 def lead():
     subprocess.run(["sh", "-c", sys.argv[3]])
 
-client = KazooClient(sys.argv[1], timeout=2)
+client = KazooClient(sys.argv[1], timeout=float(sys.argv[4]))
 client.start()
 try:
     client.Election(sys.argv[2], "theirs").run(lead)
@@ -156,16 +158,15 @@ except KeyboardInterrupt:
         self._address = address
 
     def command(self, name: str, body: str) -> ForeignCandidate:
-        return ForeignCandidate(
-            [sys.executable, "-c", self.PROGRAM, f"{self._address}/app", name, body]
-        )
+        given = [f"{self._address}/app", name, body, str(self.ttl_s)]
+        return ForeignCandidate([sys.executable, "-c", self.PROGRAM, *given])
 
 
 class ConsulLock(Others):
     """`consul lock`, whose session has a name. It lives for 15 to 30 s after its end, and is
     followed by a lock-delay of 15 s."""
 
-    ttl_s = 10.0
+    least_ttl_s = 10.0
     has_line = False
     patience_s = 180.0
 

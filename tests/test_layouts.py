@@ -95,6 +95,7 @@ async def test_whoever_is_killed_the_other_follows(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
     async with others_on(engine, request) as others, session(others) as observer:
+        others.ttl_s = others.least_ttl_s
         ours = others.ours("killed")
         await ours.leads()
         first = await leader_of(observer, "killed", foreign=False)
