@@ -14,7 +14,7 @@ PYTHON ?=
 help:
 	@echo 'make up      set up and start a quorum and candidates to play with (doyen up)'
 	@echo 'make test    set up and run every check: lint, types, layers, tests'
-	@echo 'make chaos   long trials on real servers, within 45 minutes, with a summary per engine'
+	@echo 'make chaos   long trials on real servers, within 90 minutes, with a summary per engine'
 	@echo 'make hunt    look for seeds that break a protocol, and for seeds that kill mutants'
 	@echo 'make bench   measure'
 	@echo 'make docs    build the documentation as a site, in build/docs'
