@@ -34,6 +34,7 @@ FIGURES = {
     "page": 6,
     "warden": 3,
     "frameworks": 1,
+    "etcd_api": 4,
 }
 
 
