@@ -127,12 +127,13 @@ def body_ended(term: Term) -> None:
 
 def release_aside() -> None:
     """From now on SIGTERM leaves the main thread running while sessions are released, unless a
-    body is on it."""
+    body is on it. The thread that releases them stays until the process ends: it belongs to no
+    session, and a handler of signals cannot start one safely."""
     global _aside
     if _aside is None:
         _aside = queue.SimpleQueue()
         threading.Thread(
-            target=_release_when_asked, args=[_aside], name="doyen-release", daemon=True
+            target=_release_when_asked, args=[_aside], name="release-of-doyen", daemon=True
         ).start()
 
 
