@@ -6,14 +6,16 @@ Each case is one in which an order was lost, taken for another, or left behind.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from doyen import NotElected, OrderFailed
-from doyen.errors import StoreError
+from doyen.election.candidate import Claiming
+from doyen.errors import OutcomeUnknown, StoreError
 from doyen.model import Claim, Order, leader_key, line_key, order_key, ready_key
 from doyen.testing.faults import Faults, Late, Stray, Unanswered
-from support import TTL_S, Place, core_of, now, until, virtual
+from support import TTL_S, Place, core_of, now, run_in_place, until, virtual
 from test_orders import Candidate, holders, lined_up, stop_all
 
 
@@ -307,3 +309,69 @@ async def test_a_candidate_no_longer_first_recognises_its_late_record(place: Pla
     await until(lambda: b.leads, within_s=3)
     late.heal()
     await stop_all(b, high)
+
+
+def led_with_a_record_given_back(patch: pytest.MonkeyPatch) -> None:
+    """A candidate whose deletion of its record was not answered leads with that record."""
+    give_back = Claiming._give_back
+
+    async def forget(self: Claiming) -> None:
+        try:
+            await give_back(self)
+        except OutcomeUnknown:
+            self._giving_back, self._created = False, True
+            raise
+
+    patch.setattr(Claiming, "_give_back", forget)
+
+
+@pytest.mark.parametrize("broken", [None, led_with_a_record_given_back])
+def test_nobody_leads_with_a_record_that_it_has_begun_to_delete(
+    broken: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was created in the moment in which the leader left, but a candidate of higher priority has
+    come before. The answer to the deletion is lost, and it is carried out late."""
+
+    async def trial(place: Place) -> bool:
+        faults, late = Faults(), Faults()
+        (a,) = await lined_up(place, "a")
+        b = Candidate(await place.open(faults), "b")
+        await until(lambda: len(place.line()) == 2)
+        high = Candidate(await place.open(late), "high", priority=9)
+        await until(lambda: place.line() == ["high", "a", "b"])
+        await asyncio.sleep(0.1)
+        late.cut()
+        faults.next("delete", Stray(after_s=5.0))
+        await a.stop()
+        await until(lambda: place.holder() == "b")
+        await asyncio.sleep(2.0)
+        too_early = b.leads
+        late.heal()
+        if not too_early:
+            await until(lambda: high.leads)
+        await stop_all(b, high)
+        return too_early
+
+    if broken is not None:
+        broken(monkeypatch)
+    seen: list[bool] = []
+
+    async def whole(place: Place) -> None:
+        seen.append(await trial(place))
+
+    run_in_place(whole)
+    assert seen == [broken is not None]
+
+
+@virtual
+async def test_a_leader_elected_out_of_turn_lets_in_those_ahead(place: Place) -> None:
+    """Nobody else leads in between, not even for a moment."""
+    a, b, c = await lined_up(place, "a", "b", "c")
+    ops = await place.open()
+    await ops.transfer("e", to="c")
+    await until(lambda: place.line() == ["b", "c", "a"])
+    await c.stop()
+    await until(lambda: b.leads)
+    await asyncio.sleep(1.0)
+    assert holders(place) == ["a", "c", "b"]
+    await stop_all(b, a)

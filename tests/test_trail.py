@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from doyen.model import trail_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Odds, RefusedCall
 from doyen.web.trail import recorded_terms
-from support import TTL_S, Place, core_of, lead_until_set, virtual
+from support import TTL_S, Place, core_of, lead_until_set, now, until_blocking, virtual
 
 
 def lines(terms: list[PastTerm]) -> list[tuple[str, str, str]]:
@@ -105,6 +106,36 @@ async def test_a_trail_that_others_keep_replacing_is_not_written_without_a_pause
         await asyncio.sleep(2 * TTL_S)
         assert term.valid
     assert 10 <= len(tried) <= 50
+
+
+@virtual
+async def test_a_handover_costs_three_requests_more_and_none_before_it_is_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def counted(name: str) -> None:
+        call = getattr(MemoryStore, name)
+
+        async def count(store: MemoryStore, key: str, *args: Any, **options: Any) -> Any:
+            if key == trail_key("e"):
+                asked.append(now())
+            return await call(store, key, *args, **options)
+
+        monkeypatch.setattr(MemoryStore, name, count)
+
+    counted("get")
+    counted("put")
+    sessions = [await place.open(), await place.open()]
+    begun: list[float] = []
+    for number in range(20):
+        async with sessions[number % 2].campaign("e", name="ab"[number % 2]):
+            begun.append(now())
+            await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)
+    assert len(asked) == 3 * len(begun)
+    assert min(abs(at - began) for at in asked for began in begun) > 0.04
+    assert len(await sessions[0].history("e")) == 20
 
 
 @virtual
@@ -224,8 +255,8 @@ def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Captur
         with session.lock("billing", name="worker"):
             pass
         with session.campaign("billing", name="server2") as second:
-            until_recorded = [*session.history("billing")]
-            assert until_recorded[0].leads
+            until_blocking(lambda: len(session.history("billing")) == 2)
+            assert session.history("billing")[0].leads
             assert main(command) == 0
             title, _, heading, *rows = capsys.readouterr().out.splitlines()
             assert title == "billing: 2 terms"

@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignSettings
-from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, TicketGone
 from doyen.lease.keepalive import Keepalive
 from doyen.model import Claim, Entry, Meta, Order, Version, leader_key, line_key
 from doyen.stores.port import Watch
@@ -76,6 +78,8 @@ class Attempt:
         if settings.kind != "semaphores":
             self.claims(None)
         self.ticket: Entry | None = None
+        self.in_turn = settings.kind == "semaphores"  # a slot is taken without a ticket
+        """No ticket was ahead when the record was created, as far as is known."""
         self.record: Entry | None = None
         self._since = 0.0
         self.markers: dict[str, None] = {}
@@ -215,7 +219,7 @@ class Attempt:
         """Remove what the attempt has in the store, in the background, and end it. The body, if
         there was one, has ended.
 
-        `successor` is the key of the ready marker of the candidate that is to follow, if any.
+        `successor` is the key of an entry of the candidate that is to follow, if one was named.
         Returns None if there is nothing to remove.
         """
         self.keepalive.forget(self)
@@ -229,12 +233,16 @@ class Attempt:
     async def _leave(self, successor: str) -> None:
         core, keepalive = self.core, self.keepalive
         doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
+        out_of_turn = not self.in_turn and (self.record is not None or self.in_doubt)
         try:
             while keepalive.lost_because is None:
                 try:
                     if successor:
                         await self._let_in(successor)
                         successor = ""
+                    if self.ticket is not None and out_of_turn:
+                        await self._let_in_those_ahead(self.ticket)
+                        out_of_turn = False
                     async with core.admission:
                         await self._remove_entries()
                 except (StoreUnavailable, OutcomeUnknown):
@@ -255,11 +263,27 @@ class Attempt:
         await self._read_record()
         await self._delete(self.record)
         self.record = None
+        await self._until_taken(lambda: self.get(successor))
+
+    async def _let_in_those_ahead(self, ticket: Entry) -> None:
+        """The same, if a ticket is ahead of this one, as it is of that of a leader that was elected
+        out of turn. Whoever is behind would take its end for a sign that it is the next."""
+        await self.watch_record()
+        await self._read_record()
+        await self._delete(self.record)
+        self.record = None
+        ahead = partial(self.core.store.ahead, ticket)
+        with suppress(TicketGone):
+            await self._until_taken(lambda: self.core.call(ahead()))
+
+    async def _until_taken(self, successor: Callable[[], Awaitable[Entry | None]]) -> None:
+        """Wait until somebody has the record, for one request timeout, and as long as there is a
+        successor."""
         until = asyncio.get_running_loop().time() + self.core.calls.timing.request_timeout_s
         while True:
             self.wakeup.woken = False
-            record, ready = await asyncio.gather(self.get(self.record_key), self.get(successor))
-            if record is not None or ready is None or not await self.wakeup.sleep(until):
+            record, waiting = await asyncio.gather(self.get(self.record_key), successor())
+            if record is not None or waiting is None or not await self.wakeup.sleep(until):
                 return
 
     async def _remove_entries(self) -> None:

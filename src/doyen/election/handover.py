@@ -21,7 +21,14 @@ from doyen.model import Entry, Order, notice_key, order_key, ready_key
 from doyen.stores.port import Watch
 from doyen.term import Term
 
-__all__ = ["Succession", "is_ready", "is_void", "order_to_obey", "ready_marker_key"]
+__all__ = [
+    "Succession",
+    "is_ready",
+    "is_void",
+    "order_to_obey",
+    "ready_marker_key",
+    "successor_key",
+]
 
 
 class Succession:
@@ -84,6 +91,14 @@ class Succession:
 def ready_marker_key(attempt: Attempt, successor: str) -> str:
     """The key of a successor's ready marker in the election of `attempt`."""
     return ready_key(attempt.settings.election, successor, attempt.settings.kind)
+
+
+def successor_key(attempt: Attempt, order: Order) -> str:
+    """The key of an entry that the successor keeps until it has the record: its ready marker, or
+    the order that it gave for itself."""
+    if order.rank is not None:
+        return order_key(attempt.label, attempt.settings.kind)
+    return ready_marker_key(attempt, order.successor)
 
 
 async def order_to_obey(attempt: Attempt, term: Term) -> Order | None:

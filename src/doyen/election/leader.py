@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from doyen.election.attempt import Attempt
-from doyen.election.handover import order_to_obey, ready_marker_key
+from doyen.election.handover import order_to_obey, successor_key
 from doyen.election.options import meta_of
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Resigned
@@ -64,8 +64,8 @@ class Leading:
         self._order_reason = ""
         """The reason of the loss, if it is an order or the member is not eligible."""
         self.successor = ""
-        """After an order to transfer: the key of the successor's ready marker, which is bound to
-        the successor's lease."""
+        """After an order in favour of another: the key of an entry of the successor, which is bound
+        to the successor's lease."""
         self.term = make_term(
             election=settings.election,
             kind=settings.kind,
@@ -153,8 +153,8 @@ class Leading:
                 if record is None or record.revision != term.token:
                     term._lose(REMOVED)
                 elif order is not None:
-                    if order.successor and order.rank is None:
-                        self.successor = ready_marker_key(attempt, order.successor)
+                    if order.successor:
+                        self.successor = successor_key(attempt, order)
                     favour = " in favour of another" if order.successor else ""
                     self.let_go(f"{order.by!r} ordered it to let go{favour}")
                 elif not attempt.wakeup.woken:

@@ -6,6 +6,10 @@ A leader adds its term when that has begun, and how it ended when it has, in the
 depends on the trail: a term whose leader was killed has no end in it, and one whose leader could
 not reach the store may be missing.
 
+A handover does not wait for these writes: they begin a moment after it, first that of the leader
+that has ended, then that of the next, so that they do not meet. A leader that wrote last when its
+term began need not read the trail again when it ends. So a handover costs three requests more.
+
 Terms are merged by their token, so leaders that write at the same time, or late, lose nothing of
 one another: each reads, merges, and replaces exactly what it has read. The trail is bounded: by
 `TERMS`, and by `TRAIL_BYTES`, beyond which the oldest terms are dropped.
@@ -25,7 +29,7 @@ from doyen._waiting import BackgroundTasks
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.lease.keeper import StoreCalls
-from doyen.model import PastTerm, TermEnd, encode_json, trail_key
+from doyen.model import Entry, PastTerm, TermEnd, encode_json, trail_key
 
 __all__ = ["TERMS", "TrailKeeper", "decode_trail", "encode_trail"]
 
@@ -40,6 +44,10 @@ TEXT = 200
 WRITERS = 4
 """How many trails a session writes at a time. They are not urgent and must not delay other
 calls."""
+AFTER_END_S, AFTER_BEGINNING_S = 0.05, 0.1
+"""When the end and the beginning of a term are written, counted from then."""
+KNOWN = 100
+"""How many trails a session keeps in memory."""
 ATTEMPTS = 5
 """How often a write is tried at once when another has replaced the trail since it was read."""
 
@@ -52,6 +60,11 @@ class TrailKeeper:
         self._tasks = tasks
         self._due: dict[str, dict[int, PastTerm]] = {}
         """By election and token: what has not been written yet."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._ready: dict[str, None] = {}
+        """Elections of which something is due now."""
+        self._known: dict[str, Entry] = {}
+        """The trails of elections that this session leads, as it last wrote them."""
         self._busy: set[str] = set()
         """Elections whose trail is being written."""
         self._writers: dict[asyncio.Task[None], None] = {}
@@ -60,6 +73,18 @@ class TrailKeeper:
     def note(self, election: str, term: PastTerm) -> None:
         """Record a term, or how it has ended."""
         self._due.setdefault(election, {})[term.token] = term
+        if self._closing.is_set():
+            self._begin(election)
+        elif election not in self._timers:
+            pause_s = AFTER_END_S if term.end else AFTER_BEGINNING_S
+            loop = asyncio.get_running_loop()
+            self._timers[election] = loop.call_later(pause_s, self._begin, election)
+
+    def _begin(self, election: str) -> None:
+        timer = self._timers.pop(election, None)
+        if timer is not None:
+            timer.cancel()
+        self._ready[election] = None
         if len(self._writers) < WRITERS:
             writer = self._tasks.start(self._write())
             self._writers[writer] = None
@@ -69,15 +94,20 @@ class TrailKeeper:
         """Give what is due a request timeout to be written, at once, and accept no more
         failures."""
         self._closing.set()
+        for election in list(self._timers):
+            self._begin(election)
         if self._writers:
             await asyncio.wait(list(self._writers), timeout=self._calls.timing.request_timeout_s)
 
     async def _write(self) -> None:
         while (election := self._next()) is not None:
-            terms = self._due.pop(election)
+            del self._ready[election]
+            terms = self._due.pop(election, {})
+            if not terms:
+                continue
             self._busy.add(election)
             try:
-                await self._merge(trail_key(election), terms.values())
+                await self._merge(election, terms.values())
                 continue
             except (StoreUnavailable, OutcomeUnknown):
                 pass
@@ -90,18 +120,20 @@ class TrailKeeper:
                 return
             # What was noted meanwhile is newer.
             self._due[election] = {**terms, **self._due.get(election, {})}
+            self._ready[election] = None
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._calls.timing.ttl_s / 3):
                     await self._closing.wait()
 
     def _next(self) -> str | None:
         """An election that no other writer is at work on; that one writes what is due then."""
-        return next((each for each in self._due if each not in self._busy), None)
+        return next((each for each in self._ready if each not in self._busy), None)
 
-    async def _merge(self, key: str, terms: Iterable[PastTerm]) -> None:
-        calls = self._calls
+    async def _merge(self, election: str, terms: Iterable[PastTerm]) -> None:
+        calls, key = self._calls, trail_key(election)
+        leads = any(not term.end for term in terms)
         for _ in range(ATTEMPTS):
-            entry = await calls.call(calls.store.get(key))
+            entry = self._known.pop(election, None) or await calls.call(calls.store.get(key))
             before = decode_trail(entry.value) if entry is not None else ()
             merged = {term.token: term for term in before}
             for term in terms:
@@ -112,7 +144,10 @@ class TrailKeeper:
             if entry is not None and entry.value == value:
                 return
             version = None if entry is None else entry.version
-            if await calls.call(calls.store.put(key, value, if_version=version)) is not None:
+            written = await calls.call(calls.store.put(key, value, if_version=version))
+            if written is not None:
+                if leads and len(self._known) < KNOWN:
+                    self._known[election] = written
                 return
         raise StoreUnavailable(f"{key} was replaced by others {ATTEMPTS} times in a row")
 

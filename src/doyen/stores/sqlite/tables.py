@@ -134,6 +134,8 @@ class Transaction:
         self._ceiling = 0
         self._counted = False
         self._changed: set[str] = set()
+        self._reread: dict[int, str] = {}
+        """Scopes of this handle whose watchers were notified already."""
         self.touched: dict[int, str] = {}
         """The scopes of this handle in which something changed, by tag."""
         self.owners: dict[int, frozenset[str]] = {}
@@ -212,9 +214,9 @@ class Transaction:
         self._execute("INSERT OR REPLACE INTO watches VALUES (?, ?, ?)", (scope, self._inbox, tag))
         self.owners[tag] = self._owners(scope)
 
-    def refresh(self, scopes: Mapping[int, str]) -> None:
+    def refresh(self, scopes: Mapping[int, str], *, notify: bool) -> None:
         """Something may have changed in these scopes of this handle."""
-        self.touched.update(scopes)
+        (self.touched if notify else self._reread).update(scopes)
 
     def finish(self, stale: deque[int], send: Send) -> None:
         """Settle everything that goes with the changes; the commit is to follow at once."""
@@ -232,7 +234,7 @@ class Transaction:
                 self.touched[tag] = scope
             else:
                 others.setdefault(inbox, set()).add(tag)
-        for tag, scope in self.touched.items():
+        for tag, scope in (self._reread | self.touched).items():
             self.owners[tag] = self._owners(scope)
         for inbox, tags in others.items():
             if not send(inbox, tags):

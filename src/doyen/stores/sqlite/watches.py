@@ -3,8 +3,8 @@
 Two things change what a watcher sees, and the loop waits for a descriptor for each:
 
 - *A write.* The watches of a handle are rows in the database (scope, inbox, tag). The writer sends
-  the tag to the inbox before it commits. The receiver then runs a `refresh` under the write lock
-  and notifies its watchers after that.
+  the tag to the inbox before it commits. The receiver then queues a `refresh`, which waits for the
+  write lock, and notifies its watchers. What they read is queued after it, and so sees the commit.
 - *The end of a lease.* Each lease that owns entries in a watched scope has one monitor, which all
   watches share: its FIFO ends with its owner, a timer reports its expiry, and `LocalLeases.judge`
   decides.
@@ -135,11 +135,15 @@ class LocalWatches:
         known = self._by_tag.keys() if tags is None else tags & self._by_tag.keys()
         if tags is not None:
             self._database.stale.extend(tags - known)
-        self._refresh({tag: self._by_tag[tag].name for tag in known})
+        scopes = {tag: self._by_tag[tag].name for tag in known}
+        self._refresh(scopes, again=False)
+        self._notify(scopes)
 
-    def _refresh(self, scopes: dict[int, str]) -> None:
+    def _refresh(self, scopes: dict[int, str], again: bool = True) -> None:
+        """Read under the write lock who owns something in these scopes. `again`: the last attempt
+        failed, so that watchers may have read before the commit, and are notified once more."""
         if scopes and not self._closed:
-            done = self._database.submit(lambda tables: tables.refresh(scopes))
+            done = self._database.submit(lambda tables: tables.refresh(scopes, notify=again))
             done.add_done_callback(lambda done: self._refreshed(scopes, done))
 
     def _refreshed(self, scopes: dict[int, str], done: asyncio.Future[None]) -> None:
