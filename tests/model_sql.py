@@ -179,7 +179,9 @@ class Cluster:
         """Carry out a message; None if it is never answered."""
         self.renewing[connection] |= "counter = counter + 1" in text
         statements, values = self.understand(text)
-        plain = [one for one in statements if not one.startswith(("COMMIT", "SET ", "ROLLBACK"))]
+        plain = [
+            one for one in statements if not one.startswith(("COMMIT", "SET ", "ROLLBACK", "DO "))
+        ]
         writes = any(one.startswith(("UPDATE", "INSERT", "DELETE")) for one in plain)
         if writes and server.deposed and self.synchronous:
             return None

@@ -14,7 +14,7 @@ from asyncmy.connection import Connection
 import servers
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.lease.clock import SystemClock
-from doyen.model import leader_key
+from doyen.model import Entry, leader_key
 from doyen.stores.port import Context, open_store
 from doyen.stores.sql import mysql as mysql_module
 from doyen.stores.sql.diagnosis import findings_of_mysql
@@ -308,3 +308,79 @@ async def test_failed_attempts_to_connect_leave_nothing_to_the_garbage_collector
         assert not [each for each in gc.get_objects() if isinstance(each, Connection)]
     finally:
         gc.enable()
+
+
+async def notified_within(event: asyncio.Event, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        await event.wait()
+    event.clear()
+
+
+async def test_whoever_is_behind_hears_that_a_ticket_is_deleted(place: Place) -> None:
+    """Changes are asked for so rarely that this shows only what the lock of the ticket does."""
+    async with place.stores(2, "poll_s=10") as (first, second):
+        ticket = await first.enqueue("lines/e", b"", await first.grant(60))
+        gone = asyncio.Event()
+        watch = await second.watch(ticket.key, gone.set)
+        await until_blocked(place, ticket)
+        gone.clear()
+        await first.delete(ticket.key, if_version=ticket.version)
+        await notified_within(gone)
+        watch.close()
+        # A session that ends leaves all its lines.
+        lease = await first.grant(60)
+        ticket = await first.enqueue("lines/e", b"", lease)
+        watch = await second.watch(ticket.key, gone.set)
+        await until_blocked(place, ticket)
+        gone.clear()
+        await first.revoke(lease)
+        await notified_within(gone)
+        watch.close()
+
+
+async def test_a_holder_whose_connection_ended_is_looked_at_often(place: Place) -> None:
+    async with place.stores(3, "poll_s=10") as (first, second, warden):
+        lease = await first.grant(60)
+        await second.grant(60)
+        ticket = await first.enqueue("lines/e", b"", lease)
+        changed = asyncio.Event()
+        watch = await second.watch(ticket.key, changed.set)
+        holder = await until_blocked(place, ticket)
+        changed.clear()
+        place.server.query(f"KILL {holder}")
+        await notified_within(changed)
+        assert await second.get(ticket.key) is not None, "the lease goes on"
+        await warden.revoke(lease)
+        await notified_within(changed)
+        watch.close()
+
+
+async def test_a_wait_that_is_given_up_blocks_no_other(place: Place) -> None:
+    async with place.stores(2, "poll_s=10") as (first, second):
+        lease = await first.grant(60)
+        tickets = [await first.enqueue("lines/e", b"", lease) for _ in range(2)]
+        gone = asyncio.Event()
+        given_up = await second.watch(tickets[0].key, gone.set)
+        watch = await second.watch(tickets[1].key, gone.set)
+        await until_blocked(place, tickets[0])
+        given_up.close()
+        await until_blocked(place, tickets[1])
+        gone.clear()
+        await first.delete(tickets[1].key)
+        await notified_within(gone)
+        watch.close()
+
+
+async def until_blocked(place: Place, ticket: Entry) -> int:
+    """Wait until a client waits for the lock of a ticket; the connection that holds it."""
+    name = mysql_module._LOCK.format(
+        prefix=place.option.removeprefix("prefix="), path=f"'{ticket.key}'"
+    ).replace("DATABASE()", "'doyen'")
+    waiting = (
+        "SELECT COUNT(*) FROM information_schema.processlist"
+        f" WHERE state = 'User lock' AND info LIKE '%{ticket.key}%'"
+    )
+    async with asyncio.timeout(10):
+        while not place.number(waiting):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return place.number(f"SELECT IS_USED_LOCK({name})")

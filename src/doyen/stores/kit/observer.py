@@ -30,6 +30,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +54,8 @@ _SETTLE_S = 0.004
 """Wait this long after a change before looking at its leases: the watchers act first."""
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
+_HASTY_S = 0.005
+"""The pause between two queries while a change is expected."""
 _LONGEST_PAUSE_S = 0.5
 """The longest pause between two queries for changes, unless `poll_s` is longer. A response may have
 been slow only because the server was paused; later changes should be noticed soon."""
@@ -128,6 +131,9 @@ class LeaseObserver(LeaseObservations):
         """The deadline of what the observer asks the store at a time. Where other calls wait for
         their turn behind it, it must be short beside their ttl."""
         self._wake = asyncio.Event()
+        self._hurried: dict[str, float] = {}
+        """Paths that are about to change, and until when that is expected, by the loop's time."""
+        self._hurry = asyncio.Event()
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
@@ -188,8 +194,15 @@ class LeaseObserver(LeaseObservations):
             self._monitors.setdefault(lease, _Monitor(lease, self._now()))
         self._wake_up()
 
+    def expect(self, path: str) -> None:
+        """This path will probably change: ask for changes often, until it has, or for three times
+        the patience, which is the ttl."""
+        self._hurried[path] = self._loop.time() + 3 * self.patience_s
+        self._hurry.set()
+
     def changed(self, path: str) -> None:
         """Notify all watches whose scope contains this path."""
+        self._hurried.pop(path, None)
         names = set()
         while path:
             if path in self._scopes:
@@ -311,7 +324,10 @@ class LeaseObserver(LeaseObservations):
         """Ask for changes, pausing four times as long as the last query took."""
         pause_s = self._poll_s or 0.0
         while self._scopes:
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._hasty(pause_s)):
+                    await self._hurry.wait()
+            self._hurry.clear()
             began = self._loop.time()
             try:
                 async with asyncio.timeout(self.patience_s):
@@ -321,6 +337,13 @@ class LeaseObserver(LeaseObservations):
             took_s = self._loop.time() - began
             pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
         self._position = None
+
+    def _hasty(self, pause_s: float) -> float:
+        """The pause, or a short one while a change is expected."""
+        now = self._loop.time()
+        for path in [path for path, until in self._hurried.items() if until < now]:
+            del self._hurried[path]
+        return min(pause_s, _HASTY_S) if self._hurried else pause_s
 
     async def _read_changes(self) -> None:
         if self._changes is None:

@@ -200,9 +200,11 @@ class SqlConnection:
         except ConnectionLost as error:
             raise StoreUnavailable(f"{self.where}: {error}") from error
 
-    async def write(self, script: str, given: Given, *, early: bool = False) -> list[Row]:
-        """Run statements in one transaction."""
-        message = self.engine.transaction(script, early=early)
+    async def write(
+        self, script: str, given: Given, *, early: bool = False, then: str = ""
+    ) -> list[Row]:
+        """Run statements in one transaction, and after it a statement without a result."""
+        message = self.engine.transaction(script, early=early) + (then and f"; {then}")
         for _ in range(_ATTEMPTS):
             try:
                 return await self._send(message, given)

@@ -10,8 +10,14 @@ PyMySQL's names are understood too: ssl_ca, ssl_cert, ssl_key, connect_timeout. 
 
 These engines have no notifications, so doyen asks for changes since the last time, every `poll_s`
 while anything is watched, on the connection for ordinary calls. Without changes this reads one row
-by its primary key. Polling takes at most a fifth of the time. Named locks could wake one waiter per
-connection, and KILL could interrupt another's sleep but may hit the wrong query: neither is used.
+by its primary key. Polling takes at most a fifth of the time.
+
+A candidate in line does not wait for the next query. Whoever has a ticket holds a named lock for
+it, and releases the lock when it deletes the ticket. The candidate behind waits for that lock on a
+connection of its own (`TicketBell`). To get it is a hint that the ticket is gone. The lock is also
+released when the holder's connection ends, although the lease goes on. Then doyen asks every 5 ms
+for one ttl, because a warden may end the lease. Where servers do not share their locks, as in
+Galera, a wait does not block, and means nothing.
 
 Isolation is READ COMMITTED, set in every transaction: what a statement reads after the counter was
 advanced is the present state. Each transaction is one message of several statements, none of which
@@ -30,15 +36,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from doyen.errors import ConfigError, StoreUnavailable, StoreUnusable
 from doyen.model import Finding
 from doyen.stores.kit import url as options
 from doyen.stores.kit.failover import ConnectionLost, connect_cause
 from doyen.stores.kit.url import Host
-from doyen.stores.port import Context, StoreURL
+from doyen.stores.port import Context, StoreURL, Watch
 from doyen.stores.sql.connection import (
     Given,
     Primary,
@@ -51,7 +58,7 @@ from doyen.stores.sql.connection import (
     release_frames,
 )
 from doyen.stores.sql.diagnosis import findings_of_mysql
-from doyen.stores.sql.store import LAYOUT, RelationalStore, check_layout
+from doyen.stores.sql.store import LAYOUT, RelationalStore, check_layout, is_ticket
 
 with options.requires("mysql", "asyncmy"):
     import asyncmy
@@ -99,6 +106,15 @@ _GROUPS = (
     "SHOW GLOBAL VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON'"
     " OR variable_name = 'group_replication_group_name' AND value <> ''"
 )
+_LOCK = "CONCAT('doyen:', SHA1(CONCAT(DATABASE(), '/{prefix}', {path})))"
+"""The name of the lock for a ticket. Names have at most 64 characters, for the whole server."""
+_TICKET_PATH = "(SELECT CONCAT(%(line)s, LPAD(CONCAT(revision), 20, '0')) FROM {meta})"
+_WAIT_S = 30
+_WAIT = f"SELECT GET_LOCK({{lock}}, {_WAIT_S}); DO RELEASE_LOCK({{lock}})"
+_BLOCKED_S = 0.01
+"""A wait that ends before that has perhaps not waited for anyone."""
+_RING_AGAIN_S = 1.0
+_RUNG = 100
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"
 
 _CONNECTION_LOST = {1053, 1152, 1158, 1159, 1160, 1161, 1184, 1927, 4031}
@@ -132,6 +148,8 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         await connection.close()
         raise
     server = "'group'" if grouped else _SERVER
+    lock = partial(_LOCK.format, prefix=prefix)
+    held = lock(path=_TICKET_PATH.format_map(names))
     step = f"IF(server IN ('', {server}), 1, {_SKIPPED})"
     store = MySQLStore(
         {
@@ -140,6 +158,9 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
             # MySQL evaluates assignments from left to right.
             "numbering": f"revision = GREATEST(revision + {step}, {CLOCK}), server = {server}",
             "incarnation": _SERVER,
+            "hold": f"DO GET_LOCK({held}, 0); ",
+            "ring": f"DO RELEASE_LOCK({lock(path='%(path)s')})",
+            "ring_all": "DO RELEASE_ALL_LOCKS()",
         },
         context,
         logs=True,
@@ -148,6 +169,9 @@ async def open_store(url: StoreURL, context: Context) -> MySQLStore:
         poll_s=poll_s,
     )
     store.version = version
+    if not grouped:
+        waiting = SqlConnection(AsyncmyEngine(url), primary)
+        store.ring_with(TicketBell(waiting, _WAIT.format(lock=lock(path="%(path)s"))))
     await store.open(floor)
     return store
 
@@ -358,10 +382,88 @@ def _cause(error: BaseException) -> str:
     return " ".join(connect_cause(error.args[-1] if error.args else error).split())
 
 
+class TicketBell:
+    """Waits for the lock of one ticket at a time. Which ones others hold is not known before."""
+
+    def __init__(self, connection: SqlConnection, statement: str) -> None:
+        self.rang: Callable[[str], None] = lambda ticket: None
+        """Called with a ticket whose lock was released."""
+        self._connection = connection
+        self._statement = statement
+        self._wanted: dict[str, None] = {}
+        self._waiting: asyncio.Task[None] | None = None
+        self._awaited = ""
+
+    def wait_for(self, ticket: str) -> None:
+        self._wanted[ticket] = None
+        if self._waiting is None or self._waiting.done():
+            self._waiting = asyncio.get_running_loop().create_task(self._wait())
+
+    def forget(self, ticket: str) -> None:
+        self._wanted.pop(ticket, None)
+        if ticket == self._awaited and self._waiting is not None:
+            self._waiting.cancel()  # which ends the connection
+            self._waiting = None
+            if self._wanted:
+                self.wait_for(next(iter(self._wanted)))
+
+    def close(self) -> None:
+        self._wanted.clear()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._wanted:
+            self._awaited = ticket = next(iter(self._wanted))
+            try:
+                began = loop.time()
+                ((granted,),) = await self._connection.read(self._statement, {"path": ticket})
+                took_s = loop.time() - began
+            except StoreUnavailable:
+                await asyncio.sleep(_RING_AGAIN_S)
+                continue
+            except StoreUnusable:
+                return  # this server does not let us; changes are asked for
+            finally:
+                self._awaited = ""
+            if granted != 0:
+                self._wanted.pop(ticket, None)
+                if granted == 1 and took_s >= _BLOCKED_S:
+                    self.rang(ticket)
+
+
 class MySQLStore(RelationalStore):
     """One handle on doyen's tables in a database of MySQL or MariaDB."""
 
     version = ""
+    _bell: TicketBell | None = None
+
+    def ring_with(self, bell: TicketBell) -> None:
+        """Be woken by this bell when a ticket is deleted."""
+        self._bell = bell
+        self._rung: dict[str, None] = {}
+        """Tickets whose lock was released: there is nothing more to wait for."""
+        bell.rang = self._rang
+        self._observer.unwatched = bell.forget
+
+    def _rang(self, ticket: str) -> None:
+        self._rung[ticket] = None
+        if len(self._rung) > _RUNG:
+            del self._rung[next(iter(self._rung))]
+        self._observer.changed(ticket)
+        self._observer.expect(ticket)
+
+    async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
+        watch = await super().watch(scope, notify)
+        if self._bell is not None and is_ticket(scope) and scope not in self._rung:
+            self._bell.wait_for(scope)
+        return watch
+
+    async def _release(self) -> None:
+        if self._bell is not None:
+            self._bell.close()
+        await super()._release()
 
     async def diagnose(self) -> Sequence[Finding]:
         self._require_usable()

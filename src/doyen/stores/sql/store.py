@@ -14,6 +14,7 @@ Imports the port, the model, the kit of the stores and its own package.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,7 +27,7 @@ from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
 
-__all__ = ["KEPT", "LAYOUT", "RelationalStore", "check_layout"]
+__all__ = ["KEPT", "LAYOUT", "RelationalStore", "check_layout", "is_ticket"]
 
 LAYOUT = 1
 _RANKS = 1 << 31
@@ -55,6 +56,7 @@ _PRESENT = (
 )
 _INTO = "INSERT INTO {entries} (path, value, revision, version, lease) SELECT "
 _TICKET = "CONCAT(%(line)s, LPAD(CONCAT(m.revision), 20, '0'))"
+_TICKET_NAME = re.compile(r"/[0-9a-f]{8}-[0-9]{20}$")
 _UNDER = "e.path > %(first)s AND e.path < %(last)s"
 _LOOK = f"SELECT l.id, {_LEASE} FROM {{leases}} l WHERE l.id IN "
 _SURVEY = (
@@ -111,7 +113,7 @@ def _statements(*, logs: bool) -> dict[str, str]:
         "DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
         "enqueue": f"{_NUMBER}{_INTO}{_TICKET}, %(value)s, m.revision, m.revision, o.id"
         " FROM {meta} m, {leases} o WHERE o.id = %(lease)s;"
-        f" {log(f'e.path = {_TICKET}')}"
+        f" {log(f'e.path = {_TICKET}')}{{hold}}"
         f"SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
         " JOIN {leases} l ON l.id = e.lease",
         "get": f"SELECT {_ENTRY} {_FROM}WHERE e.path = %(path)s",
@@ -134,7 +136,9 @@ class RelationalStore(GuardedStore):
     The `dialect` has the parts of the statements that differ between engines: the names of the four
     tables; `clock`, microseconds of the database's clock; `numbering`, assignments that advance the
     counter in `meta`; `incarnation`, which differs if a server may have lost what an earlier one
-    confirmed. With `logs`, the statements log changes. Otherwise a trigger does.
+    confirmed. With `logs`, the statements log changes. Otherwise a trigger does. The dialect may
+    also have `hold`, executed when a ticket was created; `ring`, when one may have been deleted;
+    `ring_all`, when all tickets of a lease were.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class RelationalStore(GuardedStore):
     ) -> None:
         self._emit = context.emit
         self._ends_only = context.ends_only
-        self._names = dialect
+        self._names = dialect = {"hold": "", "ring": "", "ring_all": "", **dialect}
         texts = _statements(logs=logs)
         self._sql = {name: text.format_map(dialect) for name, text in texts.items()}
         self._connection = connection
@@ -193,7 +197,9 @@ class RelationalStore(GuardedStore):
 
     async def revoke(self, lease: Lease) -> None:
         self._require_usable()
-        await self._connection.write(self._sql["revoke"], {"lease": lease.id}, early=True)
+        await self._connection.write(
+            self._sql["revoke"], {"lease": lease.id}, early=True, then=self._names["ring_all"]
+        )
         self._own.discard(lease.id)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
@@ -257,7 +263,8 @@ class RelationalStore(GuardedStore):
             return False
         statement = self._sql["delete" if if_version is None else "delete version"]
         given = {"path": _checked(key), "version": if_version}
-        return bool(await self._connection.write(statement, given, early=True))
+        ring = self._names["ring"] if is_ticket(key) else ""
+        return bool(await self._connection.write(statement, given, early=True, then=ring))
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         self._require_usable()
@@ -395,6 +402,11 @@ class RelationalStore(GuardedStore):
         self._observer.close()
         for connection in self._connection.primary.connections:
             await connection.close()
+
+
+def is_ticket(key: str) -> bool:
+    """Whether this is the key of a ticket."""
+    return _TICKET_NAME.search(key) is not None
 
 
 def check_layout(layout: int, where: str) -> None:
