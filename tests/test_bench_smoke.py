@@ -34,7 +34,6 @@ FIGURES = {
     "page": 6,
     "warden": 3,
     "frameworks": 1,
-    "etcd_api": 4,
 }
 
 
