@@ -231,6 +231,7 @@ async def _scrolled(
         "many => +document.getElementById('count').textContent.match(/[\\d,]+$/)?.[0]"
         ".replaceAll(',', '') === many",
         arg=max(crowd, elections),
+        timeout=120_000,
     )
 
     async def change() -> None:
