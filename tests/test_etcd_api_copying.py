@@ -14,7 +14,7 @@ import pytest
 
 import servers
 from doyen.cli import main
-from doyen.errors import ConfigError, OrderFailed, StoreUnusable
+from doyen.errors import ConfigError, OrderFailed, StoreUnavailable, StoreUnusable
 from doyen.quorum.etcd_api import rpc
 from doyen.quorum.etcd_api.copying import KeyspaceSide, copy
 from doyen.stores.port import StoreURL
@@ -164,6 +164,10 @@ def test_what_is_left_alone_and_what_is_refused(
         monkeypatch.setattr(KeyspaceSide, "ask", refuse)
         with pytest.raises(StoreUnusable, match="does not accept the key 'huge'"):
             await sides.copy()
+        with pytest.raises(StoreUnavailable, match="onnect"):  # at once, if it never answered
+            await Sides(
+                [f"127.0.0.1:{servers.free_port()}", sides._addresses[1]], [source] * 2
+            ).copy()
         with pytest.raises(ConfigError, match="leave the path out"):
             KeyspaceSide(StoreURL.parse("etcd://h/app"))
         with pytest.raises(ConfigError, match="are the same cluster"):

@@ -432,9 +432,9 @@ async def _copy(args: argparse.Namespace) -> int:
     if args.json:
         print_json({each: getattr(done, each) for each in done.__slots__})
         return Exit.DONE
-    ended = f" ({done.ended:,} are gone because their leases have ended)" if done.ended else ""
+    ended = f"; {done.ended:,} are gone because their leases have ended" if done.ended else ""
     console().print(
-        f"{target.name} has all {done.keys:,} keys{ended} and {done.leases:,} leases of"
+        f"{target.name} has all keys ({done.keys:,}{ended}) and leases ({done.leases:,}) of"
         f" {source.name} at revision {done.revision}: {done.written:,} written,"
         f" {done.deleted:,} deleted, checksum {done.checksum[:16]} on both sides"
     )

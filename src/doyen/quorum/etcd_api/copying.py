@@ -102,6 +102,8 @@ class KeyspaceSide:
         members = [str(host) for host in options.hosts(url, 2379)]
         self.name = f"etcd://{','.join(members)}"
         self.whole = not prefix
+        self._reached = False
+        """It has answered once. Before that, it is not waited for."""
         self._start = prefix or ALL
         self._end = _end_of(prefix) if prefix else ALL
         self._client = EtcdClient(
@@ -126,11 +128,14 @@ class KeyspaceSide:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     call = Method(method.path, method.response)
-                    return await self._client.call(call, request, reads=True)
+                    answer = await self._client.call(call, request, reads=True)
+                    self._reached = True
+                    return answer
             except (StoreUnavailable, OutcomeUnknown, TimeoutError) as error:
-                full = "quota is exhausted" in str(error)
-                if full or loop.time() > give_up:
-                    reason = str(error) or f"no answer within {ANSWER_S:g} s"
+                reason = str(error) or f"no answer within {ANSWER_S:g} s"
+                if not self._reached:
+                    raise StoreUnavailable(f"{self.name}: {reason}") from error
+                if "quota is exhausted" in reason or loop.time() > give_up:
                     raise StoreUnavailable(
                         f"{self.name}: {reason}. What was copied stays there: run the same command"
                         " again to go on"
