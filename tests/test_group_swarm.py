@@ -604,7 +604,7 @@ def suspected_for_the_observers_own_silence(patch: pytest.MonkeyPatch) -> None:
         finally:
             observing.cancel()
 
-    patch.setattr("doyen.session.observe_members", impatient)
+    patch.setattr("doyen.manage.observe_members", impatient)
 
 
 def the_unhealthy_lead(patch: pytest.MonkeyPatch) -> None:
