@@ -44,7 +44,7 @@ async def test_a_transfer_is_seen_with_its_cause(engine: tuple[str, str]) -> Non
         await until(lambda: [each.name for each in row.waiting] == ["b"])
         if name in TELLS:
             await until(lambda: board.topics.get("leases"))
-        # One watch for each. Other tests on this server may leave some that have no row, or several.
+        # One watch for each. Other tests of this server may leave some with no row, or several.
         hub = observation.hub
         assert hub is not None
         await until(lambda: hub.watches == len(hub._scopes))
