@@ -255,8 +255,9 @@ def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Captur
         with session.lock("billing", name="worker"):
             pass
         with session.campaign("billing", name="server2") as second:
-            until_blocking(lambda: len(session.history("billing")) == 2)
-            assert session.history("billing")[0].leads
+            assert [term.leads for term in session.history("billing")] == [True, False]
+            with doyen.connect_blocking(store) as other:  # which sees what was written
+                until_blocking(lambda: len(other.history("billing")) == 2)
             assert main(command) == 0
             title, _, heading, *rows = capsys.readouterr().out.splitlines()
             assert title == "billing: 2 terms"

@@ -65,6 +65,7 @@ async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
     trail = await core.call(core.store.get(trail_key(election)))
     record = await core.call(core.store.get(leader_key(election)))
     terms = {term.token: term for term in decode_trail(trail.value)} if trail else {}
+    terms.update((term.token, term) for term in core.trail.unwritten(election))
     if record is not None:
         leader = leader_of(election, record)
         known = PastTerm(leader.name, leader.token, leader.since or 0.0)

@@ -65,8 +65,8 @@ class TrailKeeper:
         """Elections of which something is due now."""
         self._known: dict[str, Entry] = {}
         """The trails of elections that this session leads, as it last wrote them."""
-        self._busy: set[str] = set()
-        """Elections whose trail is being written."""
+        self._writing: dict[str, dict[int, PastTerm]] = {}
+        """What is being written, by election."""
         self._writers: dict[asyncio.Task[None], None] = {}
         self._closing = asyncio.Event()
 
@@ -79,6 +79,10 @@ class TrailKeeper:
             pause_s = AFTER_END_S if term.end else AFTER_BEGINNING_S
             loop = asyncio.get_running_loop()
             self._timers[election] = loop.call_later(pause_s, self._begin, election)
+
+    def unwritten(self, election: str) -> Iterable[PastTerm]:
+        """Terms of this session that the trail may lack."""
+        return {**self._writing.get(election, {}), **self._due.get(election, {})}.values()
 
     def _begin(self, election: str) -> None:
         timer = self._timers.pop(election, None)
@@ -105,7 +109,7 @@ class TrailKeeper:
             terms = self._due.pop(election, {})
             if not terms:
                 continue
-            self._busy.add(election)
+            self._writing[election] = terms
             try:
                 await self._merge(election, terms.values())
                 continue
@@ -115,7 +119,7 @@ class TrailKeeper:
                 log.debug("%s", log_line(event="trail_not_written", election=election, error=error))
                 continue
             finally:
-                self._busy.discard(election)
+                del self._writing[election]
             if self._closing.is_set():
                 return
             # What was noted meanwhile is newer.
@@ -127,7 +131,7 @@ class TrailKeeper:
 
     def _next(self) -> str | None:
         """An election that no other writer is at work on; that one writes what is due then."""
-        return next((each for each in self._ready if each not in self._busy), None)
+        return next((each for each in self._ready if each not in self._writing), None)
 
     async def _merge(self, election: str, terms: Iterable[PastTerm]) -> None:
         calls, key = self._calls, trail_key(election)
