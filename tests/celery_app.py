@@ -6,14 +6,15 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import after_task_publish, before_task_publish
+from celery.signals import before_task_publish
 
 from doyen.integrations import background
+from doyen.integrations.celery import LeaderScheduler
 from framework_crew import TTL_S, Book
 
 app = Celery("crew", broker="memory://")
 app.conf.update(
-    beat_scheduler="doyen.integrations.celery:LeaderScheduler",
+    beat_scheduler="celery_app:RecordedScheduler",
     beat_schedule={"often": {"task": "work", "schedule": 0.02}},
     doyen_store=os.environ.get("STORE"),
     doyen_election="e",
@@ -32,8 +33,13 @@ def record(**_: Any) -> None:
         sending.append(book)
 
 
-@after_task_publish.connect(weak=False)
-def record_end(**_: Any) -> None:
-    """A task has been sent."""
-    while sending:
-        sending.pop().write("end")
+class RecordedScheduler(LeaderScheduler):
+    """Records that a task has been sent, also if SIGTERM ends that: Celery's handler raises
+    SystemExit wherever the main thread is."""
+
+    def apply_entry(self, entry: Any, producer: Any = None) -> None:
+        try:
+            super().apply_entry(entry, producer)
+        finally:
+            while sending:
+                sending.pop().write("end")
