@@ -6,7 +6,8 @@
 Start `celery beat` on every machine. The rules are those of `doyen.integrations.background`, and:
 
 - Only the leader sends tasks. One that is being sent when the term ends is sent to its end, and
-  nobody else is elected before, unless that takes longer than the stop budget.
+  nobody else is elected before, unless that takes longer than the stop budget. On SIGTERM Celery
+  interrupts it: its handler ends the beat wherever it is.
 - The times of the last runs are kept in the store, so a successor goes on where the leader stopped:
   what was due meanwhile is sent at once, and nothing twice. They are written after a task was sent;
   if the leader is killed in between, its successor sends that task again.
