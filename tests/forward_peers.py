@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Self
 import doyen
 from doyen.fencing import GuardedFile
 from doyen.integrations.forwarding import LeaderView
+from frozen import freeze_group
 
 ELECTION = "service"
 SECRET = "a secret of the processes"
@@ -216,7 +217,7 @@ class Peer:
     """One process."""
 
     def __init__(self, store: str, kind: str, ledger: Path, port: int, trust: list[str]) -> None:
-        self.kind, self.port = kind, port
+        self.kind, self.port, self._store = kind, port, store
         self.was_frozen = self.is_frozen = False
         self.address = f"http://127.0.0.1:{port}"
         self.socket = f"ws://127.0.0.1:{port}"
@@ -250,7 +251,7 @@ class Peer:
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         self.was_frozen = self.is_frozen = True
-        self.signal(signal.SIGSTOP)
+        freeze_group(self._process.pid, self._store)
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen import LeadershipLost, Session
+from doyen import LeadershipLost, NotElected, Session
 from doyen.audit import verify
 from doyen.election.core import SessionCore
 from doyen.election.options import SessionSettings
@@ -236,18 +236,36 @@ def test_failures_during_an_outage_are_logged_at_debug(caplog: pytest.LogCapture
     assert sum("error=" in line.getMessage() for line in caplog.records) == 6
 
 
-def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A candidate that gives up emits no event. If the outage did not end without it, the next
-    outage would not be reported."""
+def test_an_outage_lasts_while_a_candidate_is_hindered(caplog: pytest.LogCaptureFixture) -> None:
+    """A candidate reports each error once, so the time of its last report says nothing. When it has
+    left, the next success ends the outage: otherwise the next outage would not be reported."""
     clock = VirtualClock()
     telemetry = Telemetry(clock, "s")
     for _ in range(2):
         telemetry.emit(Hindered(election="e", name="n", error="refused"))
-        for _ in range(6):
+        for _ in range(20):
             clock.advance(2.0)
             telemetry.emit(Renewed(lease="l", valid_until=0.0))
+        telemetry.left(election_kind="elections", election="e", name="n")
+        telemetry.emit(Renewed(lease="l", valid_until=0.0))
+    lines = [line.getMessage() for line in caplog.records]
+    hindered = "event=store_unavailable election=e name=n error=refused"
+    assert lines == [hindered, "event=store_available after_s=40.0"] * 2
+
+
+@virtual
+async def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults(odds=Odds())
+    session = await place.open(faults)
+    async with session.campaign("led"):
+        for _ in range(2):
+            faults.odds = Odds(refused=1.0)
+            with pytest.raises(NotElected):
+                await lead(session, "e", wait_s=1.0)
+            faults.odds = Odds()
+            await asyncio.sleep(10.0)
     names = [line.getMessage().split()[0] for line in caplog.records]
     assert names == ["event=store_unavailable", "event=store_available"] * 2
 

@@ -36,6 +36,7 @@ from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.tables import Transaction
+from frozen import freeze
 from servers.process import is_stopped
 
 TTL_S = 60.0
@@ -234,7 +235,7 @@ def test_a_stopped_owner_is_succeeded_after_its_ttl_and_stays_deposed(tmp_path: 
             notified = asyncio.Event()
             await store.watch("k", notified.set)
             owner.ask("renew")
-            owner.send_signal(signal.SIGSTOP)
+            freeze(owner.process.pid, path)
             async with asyncio.timeout(BOUND_S):
                 while not (creation := await store.create("k", b"mine", lease)).won:
                     await notified.wait()

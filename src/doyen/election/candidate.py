@@ -539,6 +539,7 @@ class Candidacy:
 
     def _start_leaving(self) -> asyncio.Task[None] | None:
         self._left = True
+        self._core.telemetry.left(**self._settings.identity)
         if self._leading is not None and self.supervises:
             return self._core.tasks.start(self._leave_after_runs(self._leading))
         if self._leading is not None:

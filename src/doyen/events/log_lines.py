@@ -33,8 +33,6 @@ log = logging.getLogger("doyen")
 _BARE = r"[\w.:/@+-]+"  # compiled on first use
 _BOOT_TIMES = frozenset({"ended_at", "since", "valid_until"})
 """Fields of events that are times on the boot-time clock."""
-FORGET_S = 10.0
-"""How long after its last failure a candidate is taken to have given up."""
 
 
 class LogfmtLine(str):
@@ -95,8 +93,8 @@ class LogReporter:
     def __init__(self) -> None:
         self._down_since: float | None = None
         self._leases: set[str] = set()
-        self._candidates: dict[tuple[str, str, str], float] = {}
-        """Those that failed: kind, election and name, with the time of the last failure."""
+        self._candidates: set[tuple[str, str, str]] = set()
+        """Those that failed: kind, election and name."""
 
     def report(self, record: Record, *, planned: bool = False) -> None:
         """Log the event; at level info at most if it was `planned`."""
@@ -125,12 +123,16 @@ class LogReporter:
         except Exception:
             log.exception("%s", log_line(event="logging_handler_failed", on=name))
 
+    def left(self, election_kind: str, election: str, name: str) -> None:
+        """A candidate ended its campaign. The outage does not last until it succeeds."""
+        self._candidates.discard((election_kind, election, name))
+
     def _failed(self, event: Unsure | Hindered, at: float) -> bool:
         """Note a failure; True if the outage begins with it."""
         if isinstance(event, Unsure):
             self._leases.add(event.lease)
         else:
-            self._candidates[_candidate(event)] = at
+            self._candidates.add(_candidate(event))
         if self._down_since is not None:
             return False
         self._down_since = at
@@ -144,16 +146,12 @@ class LogReporter:
             case Renewed(lease=lease):
                 self._leases.discard(lease)
             case Waiting() | Elected():
-                self._candidates.pop(_candidate(event), None)
+                self._candidates.discard(_candidate(event))
             case LeaseLost(lease=lease):
                 self._leases.discard(lease)  # and the next success ends the outage
                 return None
             case _:
                 return None
-        # A candidate that gives up emits no event, so it is forgotten after a while.
-        for candidate, failed_at in list(self._candidates.items()):
-            if at - failed_at > FORGET_S:
-                del self._candidates[candidate]
         if self._leases or self._candidates:
             return None
         self._down_since = None

@@ -306,6 +306,10 @@ class Telemetry:
         if event.awaited and self._audit is not None:
             self._allowance.flush(self._audit)
 
+    def left(self, *, election_kind: str, election: str, name: str) -> None:
+        """A candidate ended its campaign, which no event says if it was never elected."""
+        self._log.left(election_kind, election, name)
+
     def flush(self, within_s: float = FLUSH_S) -> None:
         """Block until every sink has received all events, for `within_s` per sink at most."""
         for outlet in self._outlets:
