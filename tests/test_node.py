@@ -99,6 +99,12 @@ def test_what_one_proposes_all_have(tmp_path: Path) -> None:
             assert sorted(results) == list(range(number * 200 + 1, number * 200 + 201))
             with pytest.raises(doyen.CommandFailed, match="ValueError: as asked"):
                 await node.propose(b"fail")
+        refused = [leader.propose("text"), leader.propose(b"x" * (2 << 20))]  # type: ignore[arg-type]
+        first, *errors, last = await asyncio.gather(
+            leader.propose(b"fail"), *refused, leader.barrier(), return_exceptions=True
+        )
+        assert (type(first), last) == (doyen.CommandFailed, None)
+        assert [type(error) for error in errors] == [doyen.ConfigError] * 2  # of one turn
         for name, node in nodes.nodes.items():
             await node.barrier()
             assert nodes.notes[name].kept == nodes.notes[leader.id].kept

@@ -37,6 +37,7 @@ from doyen.quorum.node.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from doyen.quorum.node.driver import Status
+    from doyen.quorum.node.proposals import Proposals
     from doyen.quorum.node.server import NodeOptions, NodeServer
     from doyen.quorum.protocol.security import TLS
     from doyen.session import ConnectOptions, Session
@@ -228,7 +229,7 @@ class Node:
         carried out once. Raises `CommandFailed` with the machine's own error, `StoreUnavailable`
         if it was certainly not carried out, `OutcomeUnknown` if that is not known in time.
         """
-        return await self._inside.bridge(self._running.driver.submit).propose(command)
+        return await self._inside.bridge(self._running.driver.proposals).propose(command)
 
     async def barrier(self) -> None:
         """When this returns, the state machine of this node shows every command that was
@@ -295,7 +296,7 @@ class _NodeThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
-    def bridge(self, submit: Submit) -> _ProposalBridge:
+    def bridge(self, proposals: Proposals) -> _ProposalBridge:
         """The bridge for the calling loop's proposals."""
         last, here = self._bridge, threading.get_ident()
         # `get_running_loop` is a system call in some versions of Python.
@@ -306,7 +307,7 @@ class _NodeThread:
         if bridge is None:
             for each in [each for each in [*self._bridges] if each.is_closed()]:
                 self._bridges.pop(each, None)
-            bridge = self._bridges[loop] = _ProposalBridge(loop, self.loop, submit)
+            bridge = self._bridges[loop] = _ProposalBridge(loop, self.loop, proposals)
         self._bridge = here, loop, bridge
         return bridge
 
@@ -345,20 +346,20 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return new_event_loop()
 
 
-Submit = Callable[[int, bytes, Callable[[int, Any, BaseException | None], None]], None]
-
-
 class _ProposalBridge:
     """Takes proposals of one loop to the node's loop, and the results back: one call between the
     threads per turn and direction. `propose`, `_hand_in` and `_set_results` run on the caller's
     loop, the rest on the node's."""
 
     def __init__(
-        self, home: asyncio.AbstractEventLoop, node: asyncio.AbstractEventLoop, submit: Submit
+        self,
+        home: asyncio.AbstractEventLoop,
+        node: asyncio.AbstractEventLoop,
+        proposals: Proposals,
     ) -> None:
         self._home = home
         self._node = node
-        self._submit = submit
+        self._proposals = proposals
         self._inbox: list[tuple[bytes, asyncio.Future[Any]]] = []
         self._outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
 
@@ -381,10 +382,13 @@ class _ProposalBridge:
                     future.set_exception(SessionClosed("the node has stopped"))
 
     def _take_in(self, inbox: list[tuple[bytes, asyncio.Future[Any]]]) -> None:
-        for command, future in inbox:
-            settle = partial(self._settled, future)
+        settled = self._settled
+        waiting = [(command, partial(settled, future)) for command, future in inbox]
+        if self._proposals.submit_all(_USER, waiting):
+            return
+        for command, settle in waiting:
             try:
-                self._submit(_USER, command, settle)
+                self._proposals.submit(_USER, command, settle)
             except Exception as error:  # noqa: BLE001 - the proposer receives it
                 settle(0, None, error)
 

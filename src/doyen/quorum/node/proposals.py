@@ -368,6 +368,38 @@ class Proposals:
         self._submitted()
         return True
 
+    def submit_all(self, target: int, waiting: Sequence[tuple[bytes, Settle]]) -> bool:
+        """`submit`, for commands with their callbacks, without a call for each. Returns False, and
+        does nothing, if some of them have to be refused."""
+        pump, limits, live, queue = self._pump, self._limits, self._live, self.queue
+        if {type(body) for body, _ in waiting} != {bytes}:
+            return False
+        sizes = [len(body) for body, _ in waiting]
+        size = sum(sizes)
+        if (
+            pump.stopping
+            or pump.ended
+            or target not in self._machine.targets
+            or len(live) - self._internal_live + len(sizes) > limits.pending_commands
+            or self._live_bytes + size > limits.pending_bytes
+            or max(sizes) > limits.command_bytes
+        ):
+            return False
+        deadline = pump.now() + limits.patience_s
+        identity = self._identity
+        unknown = identity.open
+        seq = identity.seq
+        for body, settle in waiting:
+            seq += 1
+            unknown[seq] = None
+            proposal = _Proposal(target, body, settle, deadline, identity, seq)
+            live[proposal] = None
+            queue.append(proposal)
+        identity.seq = seq
+        self._live_bytes += size
+        self._submitted()
+        return True
+
     def _submitted(self) -> None:
         pump = self._pump
         if self._sweeper is None:
@@ -438,15 +470,19 @@ class Proposals:
                 start += count
             results = results[start:]
         live = self._live
+        simple = not (self._large or self._awaited)
         for proposal, result in zip(batch.proposals, results, strict=True):
             if type(result) is Failure:
                 self._failed(proposal, result)
             elif proposal in live:
-                if type(proposal.origin) is not Command:
+                if proposal.internal or not simple:
                     self._finish(proposal, result, None)
                     continue
-                # `_finish`, for a client's command, without a call for each.
+                # `_finish`, without a call for each.
                 del live[proposal]
+                origin = proposal.origin
+                if type(origin) is _Identity:
+                    origin.open.pop(proposal.seq, None)
                 self._live_bytes -= len(proposal.body)
                 try:
                     proposal.settle(proposal.seq, result, None)

@@ -185,6 +185,8 @@ class ReplicatedMachines:
                         result = apply(command.body)
                         if type(result) is bytes:
                             size = len(result)
+                        elif result is None:
+                            size = 0
                         else:
                             result = _plain(result)
                             size = _size(result)
