@@ -37,7 +37,7 @@ from doyen.stores.port import Context, Creation, Store, open_store
 from doyen.testing import run_virtual
 from doyen.warden import diagnosis, location
 from doyen.warden.child import interpreter
-from doyen.warden.client import NoWarden, portable_url
+from doyen.warden.client import portable_url
 from doyen.warden.diagnosis import Surroundings, findings
 from doyen.warden.ending import ANSWERED_TTLS, KeptStores, LeaseEnder, Witness
 from doyen.warden.holder import TICKS, FrozenWatch, HolderWatch, Ping, Verdict
@@ -51,6 +51,7 @@ from doyen.warden.table import (
     read_leases,
     read_state,
 )
+from doyen.warden.warding import NoWarden
 from doyen.warden.wire import (
     BYE,
     Hello,

@@ -48,7 +48,7 @@ from doyen.model import (
 from doyen.stores.choice import choose_store, without_password
 from doyen.stores.port import Store
 from doyen.term import Term
-from doyen.warden.client import Warding
+from doyen.warden.warding import Warding
 
 if TYPE_CHECKING:
     from doyen.manage import (

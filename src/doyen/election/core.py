@@ -39,7 +39,7 @@ from doyen.stores.port import (
     load_adapter,
     open_store,
 )
-from doyen.warden.client import Form, NoWarden, SessionWarden, Warding, hello_for
+from doyen.warden.warding import Form, NoWarden, Warding
 
 __all__ = ["ENTERING", "SessionCore"]
 
@@ -174,6 +174,8 @@ def warding_of(
     needless = limits.proof_of_death and settings.frozen_after_s is None
     if settings.warden == "none" or limits.one_process or needless:
         return NoWarden()
+    from doyen.warden.client import SessionWarden, hello_for  # a quarter of the import
+
     settle_s = settings.settle_s
     if settle_s is None:
         settle_s = timing.stop_budget_s if settings.warden is None else 0.0

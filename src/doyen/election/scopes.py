@@ -35,7 +35,6 @@ from doyen.errors import (
 from doyen.events.log_lines import log_line
 from doyen.lease.lifetime import body_begins, body_ended
 from doyen.lease.runtime import ThreadRuntime
-from doyen.manage.semaphore import SlotClaiming
 from doyen.model import Leader
 from doyen.term import Term, TermState
 
@@ -69,8 +68,11 @@ def enter_term(
 
 def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
     """The candidacy for an election, a lock, or a slot of a semaphore."""
-    slots = settings.kind == "semaphores"
-    return Candidacy(core, settings, SlotClaiming if slots else Claiming)
+    if settings.kind != "semaphores":
+        return Candidacy(core, settings, Claiming)
+    from doyen.manage.semaphore import SlotClaiming  # only for those who use it
+
+    return Candidacy(core, settings, SlotClaiming)
 
 
 def exit_term(term: Term) -> bool:

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import re
-from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from doyen.events import (
@@ -72,7 +71,6 @@ def iso_time(wall: float) -> str:
     return f"{moment.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutageEnded(Event):
     """The store answers again. For the log only: no sink receives it."""
 
@@ -115,7 +113,7 @@ class LogReporter:
             return
         fields = {
             field: _wall_time(record, value) if field in _BOOT_TIMES else value
-            for field, value in asdict(event).items()
+            for field, value in vars(event).items()
             if (field, value) != ("election_kind", "elections")
         }
         try:

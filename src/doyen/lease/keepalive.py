@@ -34,7 +34,7 @@ from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
 from doyen.model import Lease
 from doyen.stores.port import Store
-from doyen.warden.client import NoWarden, Warding
+from doyen.warden.warding import NoWarden, Warding
 
 __all__ = ["NEVER", "Keepalive"]
 

@@ -26,7 +26,7 @@ from doyen.lease.runtime import Runtime
 from doyen.lease.timing import Timing
 from doyen.model import SessionHealth
 from doyen.stores.port import Store
-from doyen.warden.client import Warding
+from doyen.warden.warding import Warding
 
 __all__ = ["CALLS_AT_ONCE", "LeaseKeeper", "Observer", "Reachability", "StoreCalls"]
 

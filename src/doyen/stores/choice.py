@@ -15,8 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import quote, unquote, urlencode
 
 from doyen.errors import ConfigError
 from doyen.stores.port import SECRET_USERS, canonical_scheme, cuts_a_secret, split_url
@@ -106,7 +104,9 @@ def _from_environment(create: bool) -> StoreChoice:
             " on this machine only: set DOYEN_STORE to the URL of the store that all candidates"
             " share"
         )
-    url = f"sqlite://{quote(str(_default_path(create)))}"
+    from urllib.parse import quote  # as in `port`
+
+    url = f"sqlite://{quote(_default_path(create))}"
     return StoreChoice(url, passed_over=passed_over)
 
 
@@ -118,40 +118,43 @@ def required() -> bool:
     return text in ("1", "true", "yes", "on")
 
 
-def _default_path(create: bool) -> Path:
-    path = _state_home() / "doyen" / "doyen.db"
+def _default_path(create: bool) -> str:
+    directory = os.path.join(_state_home(), "doyen")
     if create:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.makedirs(directory, mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the directory of the default store, {path.parent}, cannot be created:"
+                f"the directory of the default store, {directory}, cannot be created:"
                 f" {error.strerror}; name another store with --store or DOYEN_STORE"
             ) from error
-    return path
+    return os.path.join(directory, "doyen.db")
 
 
-def _state_home() -> Path:
-    named = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if named.is_absolute():
+def _state_home() -> str:
+    named = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(named):
         return named
-    try:
-        return Path.home() / ".local" / "state"
-    except RuntimeError as error:
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
         raise ConfigError(
             "this user has no home directory; name a store with --store or DOYEN_STORE"
-        ) from error
+        )
+    return os.path.join(home, ".local", "state")
 
 
 def absolute(url: str) -> str:
     """The URL with a relative path of a local store made absolute, also one below `~`. Shells
     replace that in some places only, and processes must not use different files.
 
+    >>> from urllib.parse import quote
     >>> absolute("sqlite:doyen.db") == f"sqlite://{quote(os.getcwd())}/doyen.db"
     True
     >>> absolute("sqlite:///var/lib/doyen.db"), absolute("etcd://h1/app")
     ('sqlite:///var/lib/doyen.db', 'etcd://h1/app')
     """
+    from urllib.parse import quote, unquote
+
     parts = split_url(url)
     if canonical_scheme(parts.scheme) != "sqlite" or parts.netloc not in ("", ".", ".."):
         return url
@@ -207,6 +210,8 @@ def without_password(url: str) -> str:
 
 
 def _is_secret(option: str) -> bool:
+    from urllib.parse import unquote
+
     name, _, value = option.partition("=")
     by_name = re.search("password|secret", name) and not name.endswith("_file")
     return bool(by_name) or "@" in unquote(value)
@@ -224,6 +229,8 @@ def _etcdctl_endpoints(value: str, environ: Mapping[str, str] = os.environ) -> s
     >>> _etcdctl_endpoints("https://h1:2379,https://h2:2379", {"ETCDCTL_CACERT": "/etc/ca.pem"})
     'etcd://h1:2379,h2:2379?tls=true&ca=/etc/ca.pem'
     """
+    from urllib.parse import quote, urlencode
+
     endpoints = [endpoint.strip() for endpoint in value.split(",")]
     secure = {endpoint.startswith("https://") for endpoint in endpoints if endpoint}
     if len(secure) > 1:

@@ -33,7 +33,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from doyen.errors import ConfigError, StoreError, StoreUnusable, did_you_mean
@@ -422,7 +421,7 @@ def load_adapter(url: str) -> None:
     module = _BUILT_IN.get(canonical_scheme(url.partition(":")[0]))
     if module is not None:
         with suppress(ImportError, ConfigError):
-            if hasattr(import_module(module), "__path__") and find_spec(f"{module}.store"):
+            if hasattr(import_module(module), "__path__"):
                 import_module(f"{module}.store")
 
 

@@ -7,6 +7,7 @@ the leases expire as they do without it.
 
     table      what the warden must know of a session, in shared memory
     wire       what both say to each other, and how each knows the other
+    warding    what a session needs of it
     client     the session's side
     child      the warden of one process
     location   where the warden of a host listens

@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
 
 from doyen.events import Event, Unwarded, Warded
 from doyen.events.log_lines import log_line
@@ -29,6 +28,7 @@ from doyen.stores.choice import absolute
 from doyen.warden.child import ChildWarden
 from doyen.warden.location import check_directory, socket_path
 from doyen.warden.table import TABLE_BYTES, LeaseTable, TableFull, WardedLease
+from doyen.warden.warding import Form
 from doyen.warden.wire import (
     BYE,
     Hello,
@@ -43,78 +43,13 @@ from doyen.warden.wire import (
     send_hello,
 )
 
-__all__ = ["Form", "NoWarden", "SessionWarden", "Warding", "connected", "hello_for", "portable_url"]
+__all__ = ["SessionWarden", "connected", "hello_for", "portable_url"]
 
 log = logging.getLogger("doyen")
-
-Form = Literal["process", "host", "auto", "found"]
-"""A child of this process; the host's; the host's, or else a child; the host's, if there is one."""
 
 _FILES = frozenset({"ca", "cert", "key", "creds", "secret_file", "token_file"})
 _FIRST_RESTART_S = 1.0
 _LONGEST_RESTART_S = 60.0
-
-
-class Warding(Protocol):
-    """What the leases of a session need of its warden."""
-
-    def begin(self) -> None:
-        """The session is about to have its first lease, or another."""
-
-    def register(self, lease: Lease, warrant: bytes) -> None: ...
-
-    def withdraw(self, lease: Lease) -> None: ...
-
-    def bodies(self, number: int) -> None: ...
-
-    def renewed(self) -> None:
-        """A lease was renewed: look for a warden if there is none."""
-
-    def proof(self) -> tuple[int, ...]:
-        """Descriptors for a guard, over which it reports that a run's processes are gone."""
-
-    def run_begins(self) -> int:
-        """The number of a supervised run that is about to begin."""
-
-    def run_ended(self, run: int) -> None: ...
-
-    def close(self) -> None: ...
-
-    def forked(self) -> None: ...
-
-
-class NoWarden:
-    """For sessions without a warden."""
-
-    def begin(self) -> None:
-        pass
-
-    def register(self, lease: Lease, warrant: bytes) -> None:
-        pass
-
-    def withdraw(self, lease: Lease) -> None:
-        pass
-
-    def bodies(self, number: int) -> None:
-        pass
-
-    def renewed(self) -> None:
-        pass
-
-    def proof(self) -> tuple[int, ...]:
-        return ()
-
-    def run_begins(self) -> int:
-        return 0
-
-    def run_ended(self, run: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def forked(self) -> None:
-        pass
 
 
 class SessionWarden:
