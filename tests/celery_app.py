@@ -34,12 +34,9 @@ def record(**_: Any) -> None:
 
 
 class RecordedScheduler(LeaderScheduler):
-    """Records that a task has been sent, also if SIGTERM ends that: Celery's handler raises
-    SystemExit wherever the main thread is."""
+    """Records that a task has been sent."""
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
-        try:
-            super().apply_entry(entry, producer)
-        finally:
-            while sending:
-                sending.pop().write("end")
+        super().apply_entry(entry, producer)
+        while sending:
+            sending.pop().write("end")

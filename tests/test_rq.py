@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
-from rq import Queue
+from redis import Redis, RedisError
+from rq import Queue, cron_scheduler_registry
+from rq.cron import CronScheduler
 
 import doyen
 import servers
@@ -33,36 +35,77 @@ def test_schedulers_are_handed_over(tmp_path: Path, redis: servers.Redis) -> Non
         assert all(later - at > 0.5 for at, later in itertools.pairwise(times))
 
 
-def test_a_leader_goes_on_where_the_last_one_stopped(
-    store: str, redis: servers.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with doyen.connect_blocking(store) as session:
-        LastRuns(session, "e-runs").note({"ran": 1e9 + datetime.now(UTC).timestamp()})
-    connection = Redis(port=redis.port)
-    scheduler = LeaderCronScheduler(connection, "e", store, logging_level="CRITICAL")
-    for name in ("ran", "never ran"):
-        scheduler.register(print, "of-this-test", interval=3600, name=name)
+@pytest.fixture
+def terminated_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A scheduler gets SIGTERM after its first round."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def stop(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(scheduler, "heartbeat", stop)  # after the first round
-    try:
-        scheduler.start()
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    monkeypatch.setattr(LeaderCronScheduler, "heartbeat", stop)
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("terminated_at_once")
+def test_a_leader_goes_on_where_the_last_one_stopped(store: str, redis: servers.Redis) -> None:
+    with doyen.connect_blocking(store) as session:
+        LastRuns(session, "e", 1).note({"ran": 1e9 + datetime.now(UTC).timestamp()})
+    connection = Redis(port=redis.port)
+    scheduler = LeaderCronScheduler(connection, "e", store, logging_level="CRITICAL")
+    for name in ("ran", "never ran"):
+        scheduler.register(print, "of-this-test", interval=3600, name=name)
+    scheduler.start()
     assert len(Queue("of-this-test", connection=connection)) == 1
     with doyen.connect_blocking(store) as session:
-        at = LastRuns(session, "e-runs").times["never ran"]
+        at = LastRuns(session, "e", 10**9).times["never ran"]
     assert abs(datetime.now(UTC).timestamp() - at) < timedelta(hours=1).total_seconds()
+
+
+@pytest.mark.usefixtures("terminated_at_once")
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_leader_has_resigned_when_it_leaves_the_registry_of_rq(
+    store: str, redis: servers.Redis, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    left: list[bool] = []
+    unregister = cron_scheduler_registry.unregister
+
+    def noted(scheduler: CronScheduler, pipeline: Any = None) -> None:
+        with doyen.connect_blocking(store) as session:
+            left.append(session.leader("e") is None)
+        if not answers:
+            raise RedisError("Redis does not answer")
+        unregister(scheduler, pipeline)
+
+    monkeypatch.setattr(cron_scheduler_registry, "unregister", noted)
+    connection = Redis(port=redis.port)
+    scheduler = LeaderCronScheduler(connection, "e", store, logging_level="CRITICAL")
+    scheduler.register(print, "of-this-test", interval=3600)
+    scheduler.start()
+    assert left == [True]
+    listed = {each.name for each in CronScheduler.all(connection)}
+    assert (scheduler.name not in listed) is answers
 
 
 def test_a_leader_that_was_frozen_cannot_undo_what_a_later_one_wrote(store: str) -> None:
     with doyen.connect_blocking(store) as session:
-        earlier, later = LastRuns(session, "runs"), LastRuns(session, "runs")
+        earlier, later = LastRuns(session, "e", 1), LastRuns(session, "e", 2)
         later.note({"task": 2.0})
         earlier.note({"task": 1.0})
-        assert LastRuns(session, "runs").times == {"task": 2.0}
+        assert LastRuns(session, "e", 3).times == {"task": 2.0}
+        LastRuns(session, "e", 1).note({"task": 1.0})
+        assert LastRuns(session, "e", 3).times == {"task": 2.0}
+
+
+def test_a_leader_goes_on_after_a_write_whose_outcome_was_not_known(store: str) -> None:
+    with doyen.connect_blocking(store) as session:
+        runs = LastRuns(session, "e", 1)
+        runs.note({"task": 1.0})
+        known = runs._known
+        runs.note({"task": 2.0})
+        runs._known = known
+        runs.note({"task": 3.0})
+        assert LastRuns(session, "e", 2).times == {"task": 3.0}

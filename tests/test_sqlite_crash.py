@@ -160,6 +160,9 @@ async def history(disk: Disk, to: Path) -> int:
                 stores += [await opened(disk.path) for _ in range(2)]
                 for step in range(3):
                     confirmed += await numbers(stores[step % 2], 4, puts=step == 1)
+                    key = f"note/{confirmed[-1]}"
+                    relaxed = await stores[step % 2].put_relaxed(key, b"", if_version=None)
+                    confirmed += [relaxed.revision] if relaxed else []
                     await crash()
                 if how == "forks":
                     connections().before_fork()
@@ -291,6 +294,28 @@ async def test_a_transaction_keeps_its_level_when_the_process_forks_while_it_wai
         blocking.close()
         assert await waiting is not None
     assert levels == [2, 1]
+    await store.close()
+
+
+async def test_only_a_relaxed_put_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await opened(tmp_path / "doyen.db")
+    levels = []
+    commit = Database._commit
+
+    def noted(self: Database) -> None:
+        levels.append(self._synchronous)
+        commit(self)
+
+    monkeypatch.setattr(Database, "_commit", noted)
+    written = await store.put("a", b"1", if_version=None)
+    assert written is not None
+    assert await store.put_relaxed("a", b"2", if_version=None) is None
+    replaced = await store.put_relaxed("a", b"2", if_version=written.version)
+    assert replaced is not None
+    assert await store.get("a") == replaced
+    assert levels == ["FULL", "NORMAL", "NORMAL"]
     await store.close()
 
 

@@ -503,6 +503,11 @@ def run_key(election: str) -> str:
     return f"runs/{key_segment(election)}"
 
 
+def schedule_key(election: str) -> str:
+    """The document with the times at which the tasks of a schedule ran last."""
+    return f"schedules/{key_segment(election)}"
+
+
 def order_key(name: str, kind: Kind = "elections") -> str:
     return f"{leader_key(name, kind)}/order"
 

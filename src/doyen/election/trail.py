@@ -8,7 +8,8 @@ not reach the store may be missing.
 
 A handover does not wait for these writes: they begin a moment after it, first that of the leader
 that has ended, then that of the next, so that they do not meet. A leader that wrote last when its
-term began need not read the trail again when it ends. So a handover costs three requests more.
+term began need not read the trail again when it ends. So a handover costs three requests more. They
+do not wait for the disk of a local store, which would keep the next leader from writing.
 
 Terms are merged by their token, so leaders that write at the same time, or late, lose nothing of
 one another: each reads, merges, and replaces exactly what it has read. The trail is bounded: by
@@ -148,7 +149,8 @@ class TrailKeeper:
             if entry is not None and entry.value == value:
                 return
             version = None if entry is None else entry.version
-            written = await calls.call(calls.store.put(key, value, if_version=version))
+            put = calls.store.put_relaxed(key, value, if_version=version)
+            written = await calls.call(put)
             if written is not None:
                 if leads and len(self._known) < KNOWN:
                     self._known[election] = written

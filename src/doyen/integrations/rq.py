@@ -6,7 +6,8 @@
 
 Start it on every machine. It runs on the main thread, as told in `doyen.integrations.programs`.
 Jobs that are being enqueued when the term ends, or SIGTERM comes, are enqueued first, and nobody
-else is elected before.
+else is elected before. A second signal interrupts that. The scheduler is removed from RQ's registry
+after the process has resigned, because Redis may not answer.
 
 The times of the last runs are kept in the store, so a successor goes on where the leader stopped:
 what was due meanwhile is enqueued at once, and nothing twice. They are written after jobs were
@@ -16,20 +17,27 @@ enqueued; if the leader is killed in between, its successor enqueues those again
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Unpack
 
-from redis import Redis
+from redis import Redis, RedisError
+from redis.client import Pipeline
 from rq.cron import CronJob, CronScheduler
+from rq.exceptions import SchedulerNotFound
 
 from doyen.blocking import BlockingSession, connect_blocking
 from doyen.election.options import CampaignOptions, CampaignSettings
+from doyen.events.log_lines import log_line
 from doyen.integrations.last_runs import LastRuns
 from doyen.integrations.programs import lead
+from doyen.integrations.signals import Uninterrupted
 from doyen.term import Term
 
 __all__ = ["LeaderCronScheduler"]
+
+log = logging.getLogger("doyen")
 
 
 class LeaderCronScheduler(CronScheduler):
@@ -57,12 +65,27 @@ class LeaderCronScheduler(CronScheduler):
         self._options = options
         self._session: BlockingSession | None = None
         self._runs: LastRuns | None = None
-        self._enqueuing = False
-        self._stop_signal: int | None = None
+        self._steps = Uninterrupted()
 
     def start(self) -> None:
         """Campaign, and enqueue jobs as leader, until SIGTERM or SIGINT."""
-        lead(self._connect, self._election, self._lead, **self._options)
+        try:
+            lead(self._connect, self._election, self._lead, **self._options)
+        finally:
+            if self._runs is not None:
+                self._leave_registry()
+
+    def register_death(self, pipeline: Pipeline | None = None) -> None:
+        """Called by RQ at the end of a term, before it is released. `start` does it after that."""
+
+    def _leave_registry(self) -> None:
+        try:
+            super().register_death()
+        except SchedulerNotFound:
+            pass  # it has not led for so long that its entry has expired
+        except RedisError as error:
+            line = log_line(event="rq_registry_not_left", election=self._election, error=error)
+            log.warning("%s", line)
 
     def _connect(self) -> BlockingSession:
         store = self._store
@@ -72,8 +95,7 @@ class LeaderCronScheduler(CronScheduler):
     def _lead(self, term: Term) -> None:
         """Go on where the last leader stopped."""
         assert self._session is not None
-        self._stop_signal = None
-        self._runs = LastRuns(self._session, f"{self._election}-runs")
+        self._runs = LastRuns(self._session, self._election, term.token)
         for job in self.get_jobs():
             if job.name in self._runs.times:
                 job.set_enqueue_time(datetime.fromtimestamp(self._runs.times[job.name], UTC))
@@ -81,21 +103,13 @@ class LeaderCronScheduler(CronScheduler):
 
     def enqueue_jobs(self) -> list[CronJob]:
         """Enqueue the jobs that are due, and record it for the next leader."""
-        self._enqueuing = True
-        try:
+        with self._steps.step():
             enqueued = super().enqueue_jobs()
             times = {job.name: job.latest_enqueue_time for job in enqueued}
             if self._runs is not None and times:
                 self._runs.note({name: at.timestamp() for name, at in times.items() if at})
-        finally:
-            self._enqueuing = False
-        if self._stop_signal is not None:
-            super()._request_stop(self._stop_signal, None)
-        return enqueued
+            return enqueued
 
     def _request_stop(self, signum: int, frame: Any) -> None:
         """RQ's handler of SIGTERM and SIGINT. It raises an exception."""
-        if self._enqueuing:
-            self._stop_signal = signum
-        else:
-            super()._request_stop(signum, frame)
+        self._steps.handle(super()._request_stop, signum, frame)

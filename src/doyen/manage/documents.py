@@ -79,9 +79,11 @@ Observed = Versioned | BadDocument | None
 class Document:
     """The document at one key. Used on doyen's loop."""
 
-    def __init__(self, calls: StoreCalls, key: str) -> None:
+    def __init__(self, calls: StoreCalls, key: str, *, durable: bool = True) -> None:
+        """With `durable` false a crash of the machine may undo what was written last."""
         self.key = key
         self._calls = calls
+        self._put = calls.store.put if durable else calls.store.put_relaxed
 
     async def read(self, known: Versioned | None = None) -> Versioned | None:
         """The current version, or None. Raises `BadDocument` if it cannot be read. If it is still
@@ -126,7 +128,7 @@ class Document:
             try:
                 current = await self.read() if in_doubt else last
                 if (current and current.entry.version) == known:
-                    entry = await calls.call(calls.store.put(self.key, value, if_version=known))
+                    entry = await calls.call(self._put(self.key, value, if_version=known))
                     if entry is not None:
                         return Versioned.decode(entry)
                     current = await self.read()

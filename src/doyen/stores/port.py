@@ -183,6 +183,12 @@ class Store(ABC):
         Returns None if the condition does not hold.
         """
 
+    async def put_relaxed(
+        self, key: str, value: bytes, *, if_version: Version | None
+    ) -> Entry | None:
+        """As `put`, but a crash of the machine may undo it, if the store is on this machine."""
+        return await self.put(key, value, if_version=if_version)
+
     @abstractmethod
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
         """Replace the value of an entry that is bound to a lease of this store, if it still has the

@@ -148,6 +148,11 @@ class SQLiteStore(GuardedStore):
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)
 
+    async def put_relaxed(
+        self, key: str, value: bytes, *, if_version: Version | None
+    ) -> Entry | None:
+        return await self._submit(lambda tables: tables.put(key, value, if_version))
+
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
         return await self._submit(lambda tables: tables.update(entry, value))
 

@@ -3,10 +3,10 @@
 All SQL runs on one thread, which executes all pending operations in one transaction, those that
 arrive while it waits for the write lock included. A thousand candidates of one session therefore
 cost few commits, and a slow disk never blocks the loop on which leases are renewed. Commits that
-put a value, or raise the ceiling of the numbers, are on disk before they are confirmed
-(`synchronous=FULL`). Others can be lost, from the last one on, when the machine crashes (`NORMAL`);
-what that means for tokens is in `tables`. The log is copied to the database between two batches,
-when the callers have their answers.
+put a value (not a relaxed one), or raise the ceiling of the numbers, are on disk before they are
+confirmed (`synchronous=FULL`). Others can be lost, from the last one on, when the machine crashes
+(`NORMAL`); what that means for tokens is in `tables`. The log is copied to the database between two
+batches, when the callers have their answers.
 
 The thread itself waits for the write lock, with much shorter pauses than SQLite's busy handler. If
 no other process commits for `PATIENCE_S`, the batch fails with an error that names the process that
