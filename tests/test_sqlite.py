@@ -250,6 +250,7 @@ async def test_a_closed_watch_does_not_notify_and_needs_no_transaction(tmp_path:
         first.close()
         await writer.delete("k")
         await until(lambda: notified == ["second"], "the open watch is notified")
+        await _rows(reader, "watches")  # after this, the reader has no write of its own to make
         second.close()
         assert await _rows(reader, "watches") == 1
         await writer.put("k", b"2", if_version=None)  # its tag is no longer known to the reader

@@ -95,7 +95,10 @@ class Attempt:
         self._watch: Watch | None = None
         self._ended = False
         keepalive.attempts.add(self.id)
-        keepalive.on_loss(self, lambda _: core.runtime.post(self.wakeup.wake))
+        keepalive.on_loss(self, self._lease_lost)
+
+    def _lease_lost(self, reason: str) -> None:
+        self.core.runtime.post(self.wakeup.wake)
 
     @property
     def label(self) -> str:

@@ -77,7 +77,7 @@ class Leading:
             clock=core.runtime.clock,
             publisher=self,
         )
-        self._publishing = asyncio.Lock()
+        self._publishing: asyncio.Lock | None = None
         keepalive.progress()
         core.leases.body_begins(keepalive)
         self._emit(Elected, valid_until=keepalive.valid_until)
@@ -182,6 +182,8 @@ class Leading:
 
     async def _publish(self, meta: Meta, value: bytes) -> None:
         attempt, term = self.attempt, self.term
+        if self._publishing is None:
+            self._publishing = asyncio.Lock()
         async with self._publishing:
             while True:
                 term.check()

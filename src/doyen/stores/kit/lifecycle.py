@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from doyen._waiting import retrieve, shared
+from doyen._waiting import shared
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
 from doyen.model import Lease
@@ -82,16 +82,30 @@ class GuardedStore(Store):
 class WatchHandle:
     """A watch as its user holds it.
 
-    `begun` is done when the store notifies the watch of changes. An adapter whose watches begin at
-    once need not use it.
+    It has begun when the store notifies it of changes. An adapter whose watches begin at once need
+    not say so. There may be thousands of watches, so they are small.
     """
+
+    __slots__ = (
+        "_beginning",
+        "_due",
+        "_failure",
+        "_notify",
+        "_on_close",
+        "begun",
+        "closed",
+        "scope",
+    )
 
     def __init__(
         self, scope: str, notify: Callable[[], None], on_close: Callable[[Any], None]
     ) -> None:
         self.scope = scope
         self.closed = False
-        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begun = False
+        self._beginning: asyncio.Future[None] | None = None
+        """Done when the watch has begun or failed; only while that is waited for."""
+        self._failure: StoreError | None = None
         self._notify = notify
         self._on_close = on_close
         self._due = False
@@ -99,23 +113,35 @@ class WatchHandle:
     async def wait_begun(self) -> None:
         """Wait until the watch has begun. If that fails, it is closed."""
         try:
-            await self.begun
+            if not self.begun and self._failure is None:
+                self._beginning = asyncio.get_running_loop().create_future()
+                await self._beginning
+            if self._failure is not None:
+                raise self._failure
         except BaseException:
             self.close()
             raise
+        finally:
+            self._beginning = None
 
     def begin(self) -> None:
         """The server has the watch. If it had it before, on a connection that has ended, changes in
         between may have been missed: notify."""
-        if self.begun.done():
+        if self.begun:
             self.notify()
-        else:
-            self.begun.set_result(None)
+        elif self._failure is None:
+            self.begun = True
+            self._end_beginning()
 
     def fail(self, error: StoreError) -> None:
         """The watch could not begin. This has no effect on a watch that had begun before."""
-        if not self.begun.done():
-            self.begun.set_exception(error)
+        if not self.begun and self._failure is None:
+            self._failure = error
+            self._end_beginning()
+
+    def _end_beginning(self) -> None:
+        if self._beginning is not None and not self._beginning.done():
+            self._beginning.set_result(None)
 
     def notify(self) -> None:
         """Call the watcher's callback, unless the watch is closed."""
@@ -137,5 +163,4 @@ class WatchHandle:
         if not self.closed:
             self.closed = True
             self.fail(StoreUnusable(CLOSED))
-            retrieve(self.begun)
             self._on_close(self)

@@ -373,8 +373,8 @@ class QuorumConnection:
         if watch is None:
             return
         watch.position, watch.confirmed = response.revision, True
-        if not watch.begun.done():
-            watch.begun.set_result(None)
+        if not watch.begun:
+            watch.begin()
         elif connection is not None and connection.supports[1] == FIRST:
             # A node of the first release confirms before it notifies of what was missed, and the
             # connection may break in between.
@@ -383,7 +383,7 @@ class QuorumConnection:
     def _watch_refused(self, response: Failed) -> None:
         watch = self._watches.get(response.id)
         if watch is not None:
-            if watch.begun.done():
+            if watch.begun:
                 log.warning(log_line(event="watch_refused", scope=watch.scope, error=response.text))
             watch.fail(_error(response))
 

@@ -53,6 +53,8 @@ class _LocalScope:
 @dataclass(slots=True, eq=False)
 class _LeaseMonitor:
     lease: str
+    alone: frozenset[str]
+    """The owners of each scope in which only this lease owns entries: one set for all of them."""
     tags: set[int] = field(default_factory=set)
     fd: int = -1
     timer: asyncio.TimerHandle | None = None
@@ -167,9 +169,11 @@ class LocalWatches:
         for lease in owners - before:
             monitor = self._monitors.get(lease) or self._follow(lease)
             monitor.tags.add(scope.tag)
+            if len(owners) == 1:
+                scope.owners = monitor.alone
 
     def _follow(self, lease: str) -> _LeaseMonitor:
-        monitor = self._monitors[lease] = _LeaseMonitor(lease)
+        monitor = self._monitors[lease] = _LeaseMonitor(lease, frozenset((lease,)))
         flags = os.O_RDONLY | os.O_NONBLOCK
         try:
             monitor.fd = os.open(self._leases.alive_path(lease), flags)
