@@ -381,7 +381,13 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
     assert parse_address(text) == found
 
 
-@pytest.mark.parametrize("text", ["h", "h:", "h:x", "h:70000", "::1:7400", "", "h:-1", "h:²"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("h", "h:", "h:x", "h:70000", "::1:7400", "", "h:-1", "h:²"),
+        *("a..b:1", ".a:1", "x" * 64 + ":1", "a\0b:1"),
+    ],
+)
 def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)

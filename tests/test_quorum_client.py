@@ -383,6 +383,7 @@ async def test_secrets(tmp_path: Path) -> None:
         ("doyen://", "is not a host"),
         ("doyen://h1,,h2", "is not a host"),
         ("doyen://::1", "is not a host"),
+        ("doyen://h1..example", "cannot be a host name"),
         ("doyen://h1/path", "has no paths"),
         ("doyen://h1?tsl=true", "no option 'tsl'"),
         ("doyen://h1?tls=yes", "tls is true or false"),
@@ -607,7 +608,7 @@ class FakeNode:
     """The client's connection to a node that answers at once; an older one knows no requests for
     the times of leases."""
 
-    address, ending, closed, info = "n", False, False, MemberInfo()
+    address, ending, closed, congested, info = "n", False, False, False, MemberInfo()
 
     def __init__(self, wire: QuorumConnection, *, older: bool, mute: bool = False) -> None:
         self.wire, self.older, self.mute = wire, older, mute

@@ -295,4 +295,10 @@ def parse_address(text: str) -> tuple[str, int]:
         raise ConfigError(f"{text!r} is not an address: write IPv6 as [::1]:port")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{text!r} is not an address: it must be host:port")
+    try:
+        possible = host.isprintable() and host.encode("idna") is not None
+    except UnicodeError:
+        possible = False
+    if not possible:  # resolving it would raise something else than `OSError`
+        raise ConfigError(f"{text!r} is not an address: {host!r} cannot be a host name")
     return host, int(port)

@@ -56,12 +56,16 @@ def make_store(url: StoreURL) -> QuorumStore:
     """The store at `url`, not connected yet. Needs a running loop."""
     url.refuse_unknown(*TLS_OPTIONS, "secret_file", "cluster", "connect_timeout_s", "token_floor")
     with requires("quorum", "msgspec", "doyen"):
+        from doyen.quorum.protocol.security import parse_address
         from doyen.stores.quorum.store import QuorumStore
 
     if url.parts.path.strip("/"):
         raise ConfigError(f"doyen:// has no paths: remove {url.parts.path!r}")
+    nodes = [str(host) for host in hosts(url, PORT)]
+    for node in nodes:
+        parse_address(node)
     return QuorumStore(
-        [str(host) for host in hosts(url, PORT)],
+        nodes,
         _security(url),
         cluster=url.options.get("cluster", ""),
         connect_timeout_s=number(url, "connect_timeout_s", 3.0),
