@@ -10,7 +10,7 @@ import pytest
 
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.keyspace.commands import Put, Result, Written, decode_command, encode
-from doyen.quorum.protocol.connection import End
+from doyen.quorum.protocol.connection import BOUND, End
 from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
 from doyen.quorum.protocol.handshake import ANY, ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
@@ -21,21 +21,26 @@ from doyen.quorum.protocol.requests import (
     Failed,
     IdentifyClient,
     Response,
+    WatchConfirmed,
+    WatchRequest,
     Write,
     WriteResults,
     decode_request,
 )
 from doyen.quorum.protocol.security import Security
 from doyen.stores.quorum import connection, dialling
-from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.connection import QuorumConnection, QuorumWatch
 from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 
 
 class FakeLink:
-    """An open connection to a node; the test answers in the node's place."""
+    """An open connection to a node; the test answers in the node's place. Its queue is written in
+    the next turn of the loop."""
 
     address = "a node"
     closed = ending = full = False
+    bound = BOUND
+    queued = 0
     remote = ConnectionIdentity("cluster", "n1", 1)
     info = MemberInfo()
 
@@ -48,10 +53,24 @@ class FakeLink:
         assert kind == REQUEST
         if len(payload) >= MAX_FRAME:
             raise ValueError("too large for a frame")
-        if self.full or self.ending:
+        if self.full or self.ending or self.queued > self.bound:
             return False
+        if not self.queued:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self.queued += len(payload)
         self.asked.append(decode_request(payload))
         return True
+
+    def _flush(self) -> None:
+        self.queued = 0
+
+    @property
+    def congested(self) -> bool:
+        return self.queued > self.bound // 64
+
+    async def drain(self) -> None:
+        while self.congested:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     def answer(self, *answers: Response) -> None:
         self._on_frames(self, [(ANSWER, encode(each)) for each in answers])
@@ -258,6 +277,37 @@ def test_a_new_link_is_asked_for_everything_once(monkeypatch: pytest.MonkeyPatch
         assert links[1].names == links[0].names
         links[1].answer(WriteResults([1, 2], results(1, 2)))
         await asyncio.gather(*writes)
+
+    with_client(test, monkeypatch)
+
+
+def test_more_than_a_connection_can_queue_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watches and writes that went out one by one are sent on the next connection in one turn."""
+    monkeypatch.setattr(FakeLink, "bound", 1 << 20)
+    size = 5_000
+
+    async def test(client: QuorumConnection, links: list[FakeLink]) -> None:
+        writes: list[asyncio.Task[Result]] = []
+        begun: list[asyncio.Task[QuorumWatch]] = []
+        for number in range(300):
+            writes += asked(client, b"%d" % number + bytes(size))
+            begun.append(asyncio.create_task(client.watch(f"{number}" + "x" * 4000, lambda: None)))
+            await settle()
+        watched = [each.id for each in links[0].asked if isinstance(each, WatchRequest)]
+        links[0].answer(*(WatchConfirmed(number, 7) for number in watched))
+        await asyncio.gather(*begun)
+        for _ in range(2):
+            links[-1].end()
+            for _ in range(50):
+                await settle()
+        again = links[-1].asked
+        resumed = [each for each in again if isinstance(each, WatchRequest)]
+        assert [each.id for each in resumed] == watched
+        assert {each.since for each in resumed} == {7}
+        sent = [number for each in links[-1].writes for number in each.ids]
+        assert sent == [*range(1, 301)]
+        links[-1].answer(WriteResults(sent, results(*sent)))
+        assert len(await asyncio.gather(*writes)) == 300
 
     with_client(test, monkeypatch)
 

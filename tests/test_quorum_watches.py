@@ -92,7 +92,7 @@ class ServerSide:
 class ClientSide:
     """The client's end; what it sends is processed at once."""
 
-    address, ending, closed = "n", False, False
+    address, ending, closed, congested = "n", False, False, False
 
     remote, info = ConnectionIdentity("c", "n1", 1), MemberInfo("the cluster")
 

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -173,6 +173,7 @@ class QuorumConnection:
         self._connection: FrameConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._sending_again: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._closed = False
         self._calls: dict[int, _Call] = {}
@@ -484,17 +485,42 @@ class QuorumConnection:
             if not self._closed:
                 self._loop.call_soon(self._connect)
             return
-        cluster = self._dialler.cluster
-        cluster.learn(connection)
+        self._dialler.cluster.learn(connection)
         self._connection = connection
         connection.send(REQUEST, encode(IdentifyClient(self._write_ids.name)))
         self._notified = 0
-        for watch in self._watches.values():
-            request = WatchRequest(watch.id, watch.scope, watch.position, cluster.id)
-            connection.send(REQUEST, encode(request))
-        for _, call in sorted(self._calls.items()):
-            if not call.future.done():
-                self._send(call)
+        calls = (call for _, call in sorted(self._calls.items()))
+        self._send_again(connection, iter([*self._watches.values(), *calls]))
+
+    def _send_again(
+        self, connection: FrameConnection, waiting: Iterator[QuorumWatch | _Call]
+    ) -> None:
+        """Send watches and requests on a new connection, no faster than it takes them: what does
+        not fit into its queue would not be sent."""
+        size = 0
+        for each in waiting:
+            if isinstance(each, _Call):
+                if not each.future.done():
+                    self._send(each)
+                    size += len(each.body)
+                    if size > WRITES_BYTES:
+                        self._send_writes()
+                        size = 0
+            elif not each.closed:
+                cluster = self._dialler.cluster.id
+                request = WatchRequest(each.id, each.scope, each.position, cluster)
+                connection.send(REQUEST, encode(request))
+            if connection.congested:
+                rest = self._send_rest(connection, waiting)
+                self._sending_again = self._loop.create_task(rest)
+                return
+
+    async def _send_rest(
+        self, connection: FrameConnection, waiting: Iterator[QuorumWatch | _Call]
+    ) -> None:
+        await connection.drain()
+        if connection is self._connection:
+            self._send_again(connection, waiting)
 
     def _disconnected(self, connection: FrameConnection, end: End) -> None:
         if connection is self._connection:
@@ -543,7 +569,8 @@ class QuorumConnection:
         self._closed = True
         for watch in [*self._watches.values()]:
             watch.close()
-        tasks = [task for task in (self._connecting, self._probing) if task is not None]
+        running = self._connecting, self._probing, self._sending_again
+        tasks = [task for task in running if task is not None]
         for task in tasks:
             task.cancel()
         if self._patience is not None:
