@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import doyen
-from nodes import LONG_ELECTION_S, Notes, addresses, three, until
+from nodes import LONG_ELECTION_S, PATIENCE_S, Notes, addresses, three, until
 
 
 class Trio:
@@ -326,6 +327,28 @@ async def test_a_node_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Pa
         with pytest.raises(doyen.DoyenError, match=r"listen|in use"):
             async with doyen.Node("n1", peers=peers, data_dir=tmp_path / "other", found=True):
                 pass
+
+
+async def test_a_caller_that_is_cancelled_while_its_node_starts_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    peers = {"n1": addresses(1)[0]}
+
+    def node() -> doyen.Node:
+        return doyen.Node("n1", peers=peers, data_dir=tmp_path / "n1", found=True)
+
+    entering = asyncio.ensure_future(node().__aenter__())
+    await asyncio.sleep(0)
+    started = f"http://{peers['n1']}/healthz"
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:  # the caller's loop is busy until the node has started
+        with contextlib.suppress(OSError), urllib.request.urlopen(started, timeout=1):  # noqa: ASYNC210
+            break
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    async with node() as again:
+        await again.barrier()
 
 
 def test_a_missing_library_names_the_extra() -> None:

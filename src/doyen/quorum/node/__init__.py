@@ -27,11 +27,10 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
-from doyen._waiting import shared
+from doyen._waiting import outlast, shared
 from doyen.errors import ConfigError, SessionClosed
 from doyen.quorum.node.state_machine import StateMachine
 
@@ -132,11 +131,15 @@ class Node:
 
         if self._thread is not None:
             raise SessionClosed("a node is entered once; make another")
-        self._thread = _NodeThread(self.id)
+        self._thread = thread = _NodeThread(self.id)
+        opening = thread.submit(NodeServer.open(self._options, self._machine))
         try:
-            self._opened = await self._do(NodeServer.open(self._options, self._machine))
+            self._opened = await shared(opening)
         except BaseException:
-            self._thread.stop()
+            await outlast(opening)  # if the caller was cancelled, it may still succeed
+            if opening.exception() is None:
+                await outlast(thread.submit(opening.result().close()))
+            thread.stop()
             raise
         return self
 
@@ -146,12 +149,11 @@ class Node:
         self._opened = None
         for end_of_changes in [*self._observers]:
             end_of_changes()
-        closing = asyncio.wrap_future(thread.submit(server.close()))
+        closing = thread.submit(server.close())
         try:
             await shared(closing)
         finally:
-            if not closing.done():
-                await asyncio.wait({closing})
+            await outlast(closing)
             thread.stop()
 
     @property
@@ -169,7 +171,7 @@ class Node:
         return self._thread
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._inside.submit(work))
+        return await self._inside.submit(work)
 
     @property
     def role(self) -> str:
@@ -289,8 +291,9 @@ class _NodeThread:
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+    def submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run this on the thread; the result is for the calling loop."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
