@@ -49,6 +49,7 @@ from doyen.quorum.node.data_directory import Installed, Kept, Ledger, PutEntries
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import USER, Command, ReplicatedMachines
+from doyen.quorum.protocol.frames import MAX_FRAME
 
 KEEPALIVE_S = 1.0
 """How long a link may be silent before it is given up."""
@@ -62,8 +63,8 @@ class Tally(StateMachine):
         self.done: list[bytes] = []
 
     def apply(self, command: bytes) -> int:
-        if command == b"fail":
-            raise ValueError("as asked")
+        if command.startswith(b"fail"):
+            raise ValueError("as asked" + "!" * int(command[4:] or 0))
         self.done.append(command)
         return len(self.done)
 
@@ -227,11 +228,12 @@ class Link:
         world.asking.append((peer, answer))
 
         def put(link: Link) -> None:
-            link.asked(
-                self._node,
-                question,
-                lambda given: world.carry(peer, self._node, give(given), lossy=False),
-            )
+            link.asked(self._node, question, respond)
+
+        def respond(given: bytes) -> None:
+            if len(given) >= MAX_FRAME:
+                raise ValueError(f"a frame of {len(given)} bytes")  # as connections do
+            world.carry(peer, self._node, give(given), lossy=False)
 
         def give(given: bytes) -> Callable[[Link], None]:
             return lambda _: None if answer.done() else answer.set_result(given)

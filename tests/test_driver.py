@@ -244,6 +244,26 @@ async def test_without_a_majority_nothing_is_confirmed(world: World) -> None:
     assert leader.status().pending == 0
 
 
+@with_world(voters=("n1", "n2"), limits=ProposalLimits(patience_s=1.0))
+async def test_what_was_given_up_without_a_leader_leaves_nothing_behind(world: World) -> None:
+    (leader,) = world.leaders()
+    other = follower_of(world).id
+    world.crash(other)
+    with pytest.raises(OutcomeUnknown):
+        await leader.propose(USER, b"for which only this node can lead")
+    await world.until(lambda: leader.role is Role.LOOKING)
+    for _ in range(10):
+        proposed = (leader.propose(USER, b"a") for _ in range(100))
+        errors = await asyncio.gather(*proposed, return_exceptions=True)
+        assert {type(error) for error in errors} == {StoreUnavailable}
+    assert not leader.proposals.queue
+    world.disks[leader.id].full = True
+    await world.boot_one(other)
+    await world.until(lambda: leader.role is Role.LEADING)
+    with pytest.raises(StoreUnavailable, match="disk"):
+        await leader.propose(USER, b"b")
+
+
 @with_world
 async def test_a_proposal_outlives_its_leader(world: World) -> None:
     """Accepted by a leader that is cut off before anyone has it; carried out by the next, once."""
@@ -318,6 +338,19 @@ def test_results_too_large_to_send_are_reported() -> None:
 
 
 @with_world
+async def test_failures_of_any_length_are_reported(world: World) -> None:
+    """Their texts are the application's. All of a batch are sent to the node it came from, in one
+    frame."""
+    (leader,) = world.leaders()
+    commands = [b"fail%d" % length for length in (0, 9_000_000, *[200_000] * 50)]
+    for node in (leader, follower_of(world)):
+        proposed = (node.propose(USER, command) for command in commands)
+        errors = await asyncio.gather(*proposed, return_exceptions=True)
+        assert {type(error) for error in errors} == {CommandFailed}
+        assert all("as asked" in str(error) for error in errors)
+
+
+@with_world
 async def test_questions_go_to_whoever_leads(world: World) -> None:
     for node in world.nodes.values():
         node.on_question(
@@ -340,6 +373,27 @@ async def test_transfer_from_anywhere(world: World) -> None:
         await leader.admin.transfer("n9")
     await follower.admin.transfer()
     assert (await world.leader()) is not follower
+
+
+@with_world
+async def test_a_transfer_that_ends_in_another_election_of_the_same_node_has_failed(
+    world: World,
+) -> None:
+    """Its successor crashed before it was elected, and the third node has less of the log."""
+    (leader,) = world.leaders()
+    successor, other = (node for node in world.nodes if node != leader.id)
+    world.cut(other)
+    await leader.propose(USER, b"a")
+    world.disks[leader.id].sync_s = 0.05  # for as long as its vote takes
+    transfer = asyncio.ensure_future(leader.admin.transfer(successor))
+    await world.until(lambda: leader.role is not Role.LEADING)
+    world.crash(successor)
+    world.heal()
+    await world.until(lambda: leader.role is Role.LEADING)
+    await asyncio.sleep(0.01)
+    assert transfer.done()
+    with pytest.raises(OrderFailed, match="elected again"):
+        await transfer
 
 
 @with_world

@@ -539,6 +539,8 @@ def test_invalid_commands_are_refused_with_the_reason(monkeypatch: pytest.Monkey
             assert isinstance(answer, Failed), command
             assert answer.code is ErrorCode.UNUSABLE
             assert answer.text
+        client.put(Write(1, [50], [b"\x92\x0e" + b"\x94\x04\x90\x91" * 5000]))  # without end
+        assert (await client.answer_to(50)).code is ErrorCode.UNUSABLE
         assert quorum.keyspace("n1").lease(lease) is not None
         for _ in range(3):
             await client.ask(WatchRequest, "k", -1)

@@ -279,8 +279,9 @@ class Driver:
     def _role_changed(self, effect: RoleChanged) -> None:
         self.disk_space.role_changed()
         self.pump.role_changed()
-        if effect.leader not in (None, self.id):
-            self.admin.transferred()
+        if effect.leader is not None:
+            again = f"{self.id} was elected again" if effect.leader == self.id else None
+            self.admin.transferred(again)
         self.leader_calls.leader_changed(effect.leader)
         self.pump.flush_soon()
         self.pump.loop.call_soon(self.reads.flush)

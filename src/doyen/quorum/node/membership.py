@@ -208,7 +208,7 @@ class Members:
     # Checks of peers.
 
     def checker(self, node: str) -> CheckRemote:
-        """`judge`, for a node that is about to be dialled. What it acknowledges meanwhile, on a
+        """`check`, for a node that is about to be dialled. What it acknowledges meanwhile, on a
         connection of its own, may be more than it is going to say on this one."""
         mark = self._mark(node)
         return lambda them, info: self.check(them, info, mark)
@@ -221,7 +221,7 @@ class Members:
     def admit(
         self, them: ConnectionIdentity, info: MemberInfo, certificate: Mapping[str, Any] | None
     ) -> None:
-        """`judge`, for a node that has dialled this one."""
+        """`check`, for a node that has dialled this one."""
         self._check_certificate(them.node, certificate)
         self.check(them, info, self._mark(them.node))
 

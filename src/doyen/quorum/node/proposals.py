@@ -191,7 +191,7 @@ _encode = Encoder().encode
 _decode = Decoder(_Results).decode
 
 
-_TOO_LARGE = Failure(
+_NOT_SENT = Failure(
     "it was carried out, but its result is too large to be sent to the node that proposed it:"
     " propose on the leader, or give back less"
 )
@@ -200,7 +200,9 @@ earlier releases send too."""
 
 
 def encode_results(results: list[Any]) -> bytes:
-    """A batch's results, for the node that it came from."""
+    """A batch's results, for the node that it came from. They fit into a frame: what is too large
+    is left out, and the texts of failures, which an application's machine may make of any length,
+    are cut."""
     failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
     values = [None if at in failures else each for at, each in enumerate(results)]
     # Checked first: in version 1, results of creates may be much larger together.
@@ -208,9 +210,11 @@ def encode_results(results: list[Any]) -> bytes:
     data = b"" if size > RESULTS_BYTES else _encode(_Results(values, failures))
     if not data or len(data) > RESULTS_BYTES:
         fair = RESULTS_BYTES // len(values)
+        for at, failure in failures.items():
+            failures[at] = Failure(failure.reason[: fair // 4], failure.forgotten)
         for at, each in enumerate(values):
             if (len(each) if type(each) is bytes else len(_encode(each))) > fair:
-                values[at], failures[at] = None, _TOO_LARGE
+                values[at], failures[at] = None, _NOT_SENT
         data = _encode(_Results(values, failures))
     return data
 
@@ -220,7 +224,7 @@ def decode_results(data: bytes, commands: Sequence[Command]) -> list[Any]:
     results = _decode(data)
     for at, failure in results.failures.items():
         results.values[at] = failure
-        if failure == _TOO_LARGE and (key := roles.created_key(commands[at])) is not None:
+        if failure == _NOT_SENT and (key := roles.created_key(commands[at])) is not None:
             # Only a refused create has a large result: the entry, which this node can read itself.
             results.values[at] = encode(LargeEntryExists(key))
     return results.values
@@ -500,7 +504,7 @@ class Proposals:
 
     def _failed(self, proposal: _Proposal, failure: Failure) -> None:
         origin = proposal.origin
-        if failure == _TOO_LARGE and isinstance(origin, _Identity) and proposal in self._live:
+        if failure == _NOT_SENT and isinstance(origin, _Identity) and proposal in self._live:
             key = origin.name, proposal.seq
             if key in self._large:
                 self._finish(proposal, self._large[key], None)
@@ -552,6 +556,8 @@ class Proposals:
         queued = [*self.queue]
         self.queue.clear()
         for proposal in queued:
+            if proposal not in self._live:
+                continue
             if unless([self._command(proposal)]):
                 self.queue.append(proposal)
             else:
@@ -576,15 +582,20 @@ class Proposals:
 
     def _sweep(self) -> None:
         """Give up the proposals whose time is over. All have the same patience, so the oldest come
-        first."""
+        first. Those that still wait leave their queue: without a leader, nothing else empties it.
+        """
         self._sweeper = None
         now, reason = self._pump.now(), self._timed_out()
-        for proposal in [*self._live]:
+        live = self._live
+        for proposal in [*live]:
             if proposal.deadline > now:
                 wait_s = max(proposal.deadline - now, 1e-3)
                 self._sweeper = self._pump.loop.call_later(wait_s, self._sweep)
-                return
+                break
             self._fail(proposal, reason)
+        for queue in (self.queue, self.internal):
+            while queue and queue[0] not in live:
+                queue.popleft()
 
     def _fail(self, proposal: _Proposal, reason: str) -> None:
         if proposal.attempts:

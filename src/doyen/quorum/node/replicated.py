@@ -80,7 +80,7 @@ class Failure(Struct, frozen=True, array_like=True, gc=False):
 
 _IDLE = Failure("its client was idle for so long that it was forgotten", True)
 _HAD = Failure("the client has confirmed its result, which is not kept", True)
-_TOO_LARGE = Failure("it was carried out before, and its result was too large to be kept", True)
+_NOT_KEPT = Failure("it was carried out before, and its result was too large to be kept", True)
 
 _encode = Encoder().encode
 _decode_any: Decoder[Any] = Decoder()
@@ -229,7 +229,7 @@ class ReplicatedMachines:
             if command.target == KEYSPACE and type(result) is bytes and size > LARGE:
                 return
         elif client.bytes + size > RESULT_BYTES:
-            result = _TOO_LARGE
+            result = _NOT_KEPT
             size = _size(result)
         client.results[command.seq] = result
         client.bytes += size

@@ -86,7 +86,7 @@ def _is_admins(body: bytes) -> bool:
     """`needs_admin` for bytes with an unusual encoding, or that are not a command."""
     try:
         return isinstance(decode_command(body), ADMIN_COMMANDS)
-    except (MsgspecError, UnicodeDecodeError):
+    except (MsgspecError, UnicodeDecodeError, RecursionError):
         return False
 
 
@@ -123,7 +123,7 @@ def flaw(body: bytes, role: Role) -> str | None:
     """Why a client may not have this carried out; None if it may."""
     try:
         command = decode_command(body)
-    except (MsgspecError, UnicodeDecodeError) as error:
+    except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"not a command of this version of doyen: {error}"
     kind = type(command)
     if kind in ADMIN_COMMANDS and not allows(role, "admin"):
