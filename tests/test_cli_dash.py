@@ -44,6 +44,16 @@ def test_an_address_in_use_is_an_error_of_usage(
     assert "HOST:PORT" in capsys.readouterr().err
 
 
+def test_no_address_is_printed_for_a_store_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = f"sqlite://{tmp_path}/absent.db"
+    assert main(["dash", "--store", absent, "--listen", "127.0.0.1:0"]) != 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "absent.db" in printed.err
+
+
 def test_a_store_of_an_unknown_kind_is_an_error_of_usage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

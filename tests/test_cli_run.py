@@ -139,6 +139,15 @@ def test_it_runs_the_command_as_leader(bench: Bench) -> None:
     assert int(out.split()[2]) > int(token)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_doyen_within_the_command_uses_the_same_store(bench: Bench, named: bool) -> None:
+    store = bench.environ.pop("DOYEN_STORE")
+    options = ["--store", store] if named else []
+    code, out, _ = ends(bench.start(*options, "--", "sh", "-c", 'echo "$DOYEN_STORE"'))
+    assert code == 0
+    assert out.strip() == (store if named else f"sqlite://{bench.directory}/state/doyen/doyen.db")
+
+
 def test_it_needs_no_store_to_be_named(bench: Bench) -> None:
     del bench.environ["DOYEN_STORE"]
     assert ends(bench.start("--", "true"))[0] == 0

@@ -10,12 +10,13 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,39 @@ def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
         assert process.wait(WITHIN_S) == 128 + number
         assert candidates(tmp_path) == {}
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["nodes", "store"])
+def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, what: str) -> None:
+    """Nodes that do not come up, and a store that does not answer, are not waited for."""
+    slow = saboteur(
+        tmp_path / "slow",
+        "import sys, time\nif 'doyen.cli.up.node' in sys.orig_argv: time.sleep(60)\n",
+    )
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        store = ["--store", f"redis://127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(
+            [*DOYEN, "up", "--for", "60", *(store if what == "store" else [])],
+            env=environment(tmp, PYTHONPATH=slow),
+            stdin=subprocess.DEVNULL,
+        ) as process:
+            try:
+                if what == "store":
+                    silent.settimeout(WITHIN_S)
+                    stack.enter_context(silent.accept()[0])
+                else:
+                    eventually(lambda: len(nodes(tmp)) == 3, "three nodes that do not listen")
+                began = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                assert process.wait(WITHIN_S) == 128 + signal.SIGINT
+                assert time.monotonic() - began < 5.0
+            finally:
+                process.kill()
+    assert nodes(tmp) == []
+    assert list(tmp.iterdir()) == []
 
 
 FOSTER = [

@@ -28,7 +28,7 @@ from doyen.lease.clock import VirtualClock
 from doyen.manage.inventory import Inventory
 from doyen.metrics import meters as meters_module
 from doyen.metrics.histogram import Histogram
-from doyen.metrics.meters import Interval, SessionMeters
+from doyen.metrics.meters import ENDS_S, RETIRED_S, Interval, SessionMeters
 from doyen.metrics.opentelemetry import OpenTelemetryMetrics
 from doyen.metrics.prometheus import PrometheusMetrics
 from doyen.model import Leader, Line
@@ -181,6 +181,36 @@ async def test_what_only_the_store_knows(place: Place) -> None:
     observing.cancel()
     await asyncio.wait({observing})
     assert not [name for name in values(registry) if "_store_" in name and "error" not in name]
+
+
+@virtual
+async def test_an_election_that_was_given_up_is_not_one_whose_leader_failed(place: Place) -> None:
+    registry, faults = CollectorRegistry(), Faults()
+    metrics = PrometheusMetrics(registry, clock=place.clock)
+    looking, resigning, failing = await place.open(), await place.open(), await place.open(faults)
+    observing = asyncio.create_task(metrics.observe(looking))
+
+    def wanted(election: str) -> float | None:
+        seen = values(registry)
+        assert seen.get(f"doyen_election_led{labels(election=election)}", 0.0) == 0
+        return seen.get(f"doyen_election_wanted{labels(election=election)}")
+
+    async with resigning.campaign("retired", name="a"):
+        await asyncio.sleep(5.0)
+        with pytest.raises(LeadershipLost):
+            async with failing.campaign("failed", name="b"):
+                await asyncio.sleep(5.0)
+                faults.cut()
+                await asyncio.sleep(100.0)
+    await asyncio.sleep(4 * ENDS_S)
+    assert (wanted("retired"), wanted("failed")) == (0, 1)
+    async with resigning.campaign("retired", name="a"):
+        await asyncio.sleep(1.0)
+        assert values(registry)[f"doyen_election_wanted{labels(election='retired')}"] == 1
+    await asyncio.sleep(RETIRED_S + 4 * ENDS_S)
+    assert (wanted("retired"), wanted("failed")) == (None, 1)
+    observing.cancel()
+    await asyncio.wait({observing})
 
 
 @virtual
@@ -441,6 +471,7 @@ def test_promtool_accepts_the_rules_and_what_a_process_exports(tmp_path: Path) -
 
 HEALTHY = {
     "doyen_election_led": "1x20",
+    "doyen_election_wanted": "1x20",
     "doyen_store_reachable": "1x20",
     "doyen_margin_seconds": "3x20",
     'doyen_renewal_seconds_bucket{le="0.5"}': "0+60x20",
@@ -461,6 +492,11 @@ HEALTHY = {
 SITUATIONS: list[tuple[str, dict[str, str], dict[str, float]]] = [
     ("healthy", {}, {}),
     ("leaderless", {"doyen_election_led": "0x20"}, {"DoyenNoLeader": 0}),
+    (
+        "retired",
+        {"doyen_election_led": "0x20", "doyen_election_wanted": "0x20"},
+        {"DoyenNobodyStands": 0},
+    ),
     ("silent", {"doyen_store_reachable": "0x20"}, {"DoyenStoreUnreachable": 0}),
     ("late", {"doyen_margin_seconds": "0.1x20"}, {"DoyenMarginLow": 0.1}),
     ("behind", {"doyen_node_applied_index": "70000x20"}, {"DoyenNodeBehind": 20000}),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,52 @@ def test_a_page_whose_server_has_gone(browser: Browser) -> None:
             expect(row(page, "billing")).to_have_count(0)
             expect(page.locator("#groups")).to_be_hidden()
             expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_page_that_nobody_sees_gives_up_its_connection(browser: Browser) -> None:
+    """A browser has six connections to a server for all its tabs: the seventh would not open."""
+    hide = """hidden => {
+        Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true });
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    with (
+        crowd(["billing"]) as (url, server),
+        dash(url) as listener,
+        opened(browser, listener.url) as page,
+    ):
+        expect(page.locator("#health")).to_have_text("healthy")
+        page.keyboard.press("1")
+        expect(page.locator("#scroll")).to_be_focused()
+        # What is selected to be copied is not drawn anew.
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#detail .tok'))")
+        chosen = page.evaluate("getSelection().toString()")
+        with page.expect_event("requestfailed"):
+            page.evaluate(hide, True)
+        expect(page).to_have_title(re.compile("^paused: "))
+        expect(page.locator("#banner")).to_be_hidden()
+        assert page.evaluate("getSelection().toString()") == chosen
+        server.delete(leader_key("billing"))
+        page.evaluate(hide, False)
+        expect(row(page, "billing").locator(".who")).to_have_text("nobody")
+        expect(page.locator("#health")).to_have_text("healthy")
+
+
+def test_a_page_that_may_not_be_read_says_so(browser: Browser) -> None:
+    listener = listen("127.0.0.1:0")
+    listener = replace(listener, access=replace(listener.access, reading_needs_token=True))
+    thread = PageThread(lambda: StoreObservation("memory://x"), listener)
+    thread.start()
+    try:
+        address = listener.url.partition("#")[0]
+        with opened(browser, address, allowed_errors=("401",)) as page:
+            expect(page.locator("#health")).to_have_text("refused")
+            expect(page.locator("#banner-what")).to_have_text("The server refuses this page")
+            expect(page.locator("#banner-why")).to_contain_text("open the address as printed")
+            expect(page.locator("#banner-when")).to_be_hidden()
+            expect(page.locator("#banner-stale")).to_be_hidden()
+    finally:
+        thread.stop()
+        listener.socket.close()
 
 
 def test_a_list_that_cannot_be_read_although_the_store_answers(
@@ -459,6 +506,10 @@ def test_a_phone_and_both_themes(browser: Browser, scheme: Any) -> None:
             row(page, "reports").tap()
             expect(page.locator("#detail h2")).to_have_text("reports")
             expect(page.locator("#detail .why")).to_contain_text("without --allow-actions")
+            row(page, "billing").locator(".lane .t").tap()
+            expect(page.locator("#tip")).to_contain_text("Leads now.")
+            page.locator("#detail h2").tap()
+            expect(page.locator("#tip")).to_be_hidden()
             low = page.evaluate(CONTRAST)
             assert not low, low
             picture(page, f"phone-{scheme}")

@@ -19,6 +19,9 @@ import doyen
 from doyen.cli.dash import _token
 from doyen.cli.up.page import ProcessPage
 from doyen.errors import ConfigError, OrderFailed
+from doyen.web import observation as observation_module
+from doyen.web import server as server_module
+from doyen.web import serving as serving_module
 from doyen.web.board import Board, OpenPage
 from doyen.web.observation import StoreObservation
 from doyen.web.server import ASSETS, Access, make_app
@@ -298,6 +301,29 @@ async def test_a_store_that_cannot_be_opened_is_shown_as_unreachable() -> None:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_store_that_takes_long_to_answer_is_no_page_without_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The page is told that the server is there, and that the store has not answered yet, before
+    the first attempt to open it has ended."""
+    for module, name in ((observation_module, "SILENT_S"), (server_module, "ALIVE_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    monkeypatch.setattr(serving_module, "TRIED_S", 0.05)
+    monkeypatch.setattr(StoreObservation, "_observe", lambda _: asyncio.Event().wait())
+    async with (
+        served("memory://x") as (listener, _),
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=60) as http,
+        http.stream("GET", "/api/stream") as stream,
+    ):
+        lines = stream.aiter_lines()
+        reader = Reader(lines)
+        await reader.until(lambda seen: "health" in seen.topics)
+        assert reader.topics["health"]["error"] == "it has not answered yet"
+        async for line in lines:
+            if line.startswith(": "):
+                break
 
 
 async def test_a_page_of_processes_whose_terminal_has_stopped_says_so(

@@ -55,9 +55,10 @@ longer than this."""
 
 MANUAL = """\
 Campaigns in ELECTION, runs the command once elected, and campaigns again after a loss. The
-environment of the command contains DOYEN_TOKEN, DOYEN_NAME and DOYEN_ELECTION. The command should
-stay in the foreground: when it ends, or when leadership is lost, all processes that it started are
-stopped, with SIGTERM first and with SIGKILL after 70 % of the stop budget.
+environment of the command contains DOYEN_TOKEN, DOYEN_NAME, DOYEN_ELECTION and DOYEN_STORE, the URL
+of the store, so that doyen within the command uses the same one. The command should stay in the
+foreground: when it ends, or when leadership is lost, all processes that it started are stopped,
+with SIGTERM first and with SIGKILL after 70 % of the stop budget.
 
 The first SIGTERM or SIGINT is forwarded to the command, which may take as long as it needs to end
 and remains leader until then; the second kills it. SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 and SIGWINCH
@@ -187,8 +188,9 @@ class _Run:
         # Before the environment of the command is copied, which has no part in this.
         self._manager = ServiceManager.of_environment()
         self._name = args.name or f"{socket.gethostname()}-{os.getpid()}"
+        given = {"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
         self._supervisor = Supervisor(
-            args.command, environ={"DOYEN_NAME": self._name, "DOYEN_ELECTION": args.election}
+            args.command, environ={**given, "DOYEN_STORE": self._store.url}
         )
         self._asked_to_end: signal.Signals | None = None
         self._forwarded: set[int] = set()

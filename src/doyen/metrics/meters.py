@@ -6,12 +6,14 @@ their sinks, and read by exporters on others, so it has a lock.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from doyen.errors import StoreError
 from doyen.events import (
     CampaignEvent,
     Elected,
@@ -29,7 +31,7 @@ from doyen.events import (
 )
 from doyen.lease.clock import Clock, SystemClock
 from doyen.metrics.histogram import Histogram
-from doyen.model import Line, Unreachable
+from doyen.model import Line, PastTerm, Unreachable
 
 if TYPE_CHECKING:
     from doyen.manage.inventory import Inventory
@@ -48,6 +50,12 @@ _TRANSITIONS: tuple[str, ...] = get_args(Cause)
 KEPT_NAMES = 5000
 """How many candidates that do not lead, and how many elections without leader and line, are
 remembered. A process may use ever new names."""
+ENDS_S = 10.0
+"""How often the trails of elections are read that nobody leads or stands for any more."""
+LOOKS = 3
+"""How often that of one is read until it says how the last term ended."""
+RETIRED_S = 3600.0
+"""How long an election is remembered whose last leader resigned and that nobody stands for."""
 
 
 class CandidateKey(NamedTuple):
@@ -94,6 +102,32 @@ class ElectionMeter:
     """The sum, up to `as_of`."""
     token: int = 0
     as_of: float = 0.0
+    wanted: bool = True
+    """False if its last leader resigned and nobody stands for it."""
+    idle_since: float | None = None
+    """Since when there is neither a leader nor a line."""
+    looks: int = 0
+    """How often its trail has been read since then."""
+
+    def take(self, line: Line, as_of: float) -> None:
+        """Take in who leads it and who waits."""
+        token = 0 if line.leader is None else line.leader.token
+        self.leader_changes += bool(token) and token != self.token
+        self.token = token or self.token
+        self.led = line.leader is not None
+        self.line_length = sum(not each.leads for each in line.candidates)
+        if self.led or self.line_length:
+            self.wanted, self.idle_since, self.looks = True, None, 0
+        elif self.idle_since is None:
+            self.idle_since = as_of
+
+    def ended(self, terms: Sequence[PastTerm]) -> None:
+        """Take in its trail, the newest term first."""
+        self.looks += 1
+        last = next((each for each in terms if self.token in (0, each.token)), None)
+        if last is not None and self.idle_since is not None:
+            ordered = last.end == "lost" and loss_cause(last.reason) == "ordered"
+            self.wanted = not (ordered or last.end == "resigned")
 
 
 def loss_cause(reason: str) -> Cause:
@@ -260,10 +294,12 @@ class SessionMeters:
         asyncio.create_task(meters.observe(session))
         """
         self._as_of = lambda: session.as_of
+        looking = asyncio.create_task(self._look_at_ends(session))
         try:
             async for seen in session.observe_inventory("elections", "locks"):
                 self.saw(seen)
         finally:
+            looking.cancel()
             with self._lock:
                 self.reachable, self._as_of = None, lambda: None
 
@@ -284,15 +320,42 @@ class SessionMeters:
             for key in {**self.elections, **lines}:
                 meter = self.elections.setdefault(key, ElectionMeter(as_of=seen.as_of))
                 self._advance(meter, seen.as_of)
-                line = lines.get(key, Line(None))
-                token = 0 if line.leader is None else line.leader.token
-                meter.leader_changes += bool(token) and token != meter.token
-                meter.token = token or meter.token
-                meter.led = line.leader is not None
-                meter.line_length = sum(not each.leads for each in line.candidates)
+                meter.take(lines.get(key, Line(None)), seen.as_of)
             unused = [key for key in self.elections if key not in lines]
             for key in unused[: max(0, len(unused) - KEPT_NAMES)]:
                 del self.elections[key]
+
+    async def _look_at_ends(self, session: Session) -> None:
+        """Read how elections ended that nobody leads or stands for any more: whether their last
+        leader resigned, which is written a moment later, or failed, which nobody writes."""
+        while True:
+            await asyncio.sleep(ENDS_S)
+            self._forget_retired()
+            for key, meter in self._unsettled():
+                try:
+                    terms = await session.history(key.election)
+                except StoreError:
+                    break
+                with self._lock:
+                    meter.ended(terms)
+
+    def _unsettled(self) -> list[tuple[ElectionKey, ElectionMeter]]:
+        with self._lock:
+            return [
+                (key, meter)
+                for key, meter in self.elections.items()
+                if key.kind == "elections"
+                and meter.idle_since is not None
+                and meter.wanted
+                and meter.looks < LOOKS
+            ]
+
+    def _forget_retired(self) -> None:
+        now = self._clock.wall()
+        with self._lock:
+            for key, meter in list(self.elections.items()):
+                if not meter.wanted and now - (meter.idle_since or now) > RETIRED_S:
+                    del self.elections[key]
 
     def _advance(self, meter: ElectionMeter, as_of: float) -> None:
         # A lock that is free lacks nothing, so this is read for elections; the caller decides.

@@ -68,6 +68,12 @@ class OpenTelemetryMetrics(SessionMeters):
             ),
             ("doyen.election.led", self._observe_led, "1", "Whether an election has a leader."),
             (
+                "doyen.election.wanted",
+                self._observe_wanted,
+                "1",
+                "Whether an election should have a leader.",
+            ),
+            (
                 "doyen.election.line_length",
                 self._observe_line,
                 "{candidate}",
@@ -180,6 +186,12 @@ class OpenTelemetryMetrics(SessionMeters):
             yield Observation(
                 int(each.led), {"doyen.kind": key.kind, "doyen.election": key.election}
             )
+
+    def _observe_wanted(self, _: CallbackOptions) -> Iterable[Observation]:
+        for key, each in self.seen_elections().items():
+            if key.kind == "elections":
+                attributes = {"doyen.kind": key.kind, "doyen.election": key.election}
+                yield Observation(int(each.wanted), attributes)
 
     def _observe_line(self, _: CallbackOptions) -> Iterable[Observation]:
         for key, each in self.seen_elections().items():

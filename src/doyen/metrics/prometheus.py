@@ -128,6 +128,12 @@ def _store(meters: SessionMeters) -> Iterator[Metric]:
         {key: float(each.led) for key, each in seen.items()},
     )
     yield gauge(
+        "doyen_election_wanted",
+        "Whether an election should have a leader: 0 if the last resigned and nobody stands.",
+        ELECTION,
+        {key: float(each.wanted) for key, each in elections.items()},
+    )
+    yield gauge(
         "doyen_election_line_length",
         "How many candidates wait.",
         ELECTION,

@@ -18,7 +18,7 @@ from doyen.lease.runtime import InlineRuntime
 from doyen.session import Session
 from doyen.web.actions import ProcessControls
 from doyen.web.board import Board
-from doyen.web.hub import Hub
+from doyen.web.hub import SILENT_S, Hub
 from doyen.web.panels import panels_of
 from doyen.web.terms import clipped
 from doyen.web.trail import AuditTrail
@@ -49,28 +49,34 @@ class StoreObservation:
         self.hub: Hub | None = None
         self._clock = SystemClock()
         self.board = Board(self._clock.wall)
+        self.tried = asyncio.Event()
+        """The store was opened, or does not answer."""
         self._audit = audit
 
     async def run(self) -> None:
         """Observe until cancelled. Raises `ConfigError` or `StoreUnusable` at once."""
         began = self._clock.wall()
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tell_silence(began))
             if self.controls is not None:
                 tasks.create_task(self._watch_processes(self.controls))
             while True:
                 try:
                     await self._observe()
                 except (StoreUnavailable, OutcomeUnknown) as error:
-                    self.board.set(
-                        "health",
-                        {
-                            "reachable": False,
-                            "as_of": None,
-                            "since": began,
-                            "error": clipped(str(error)),
-                        },
-                    )
+                    self.tried.set()
+                    self._tell_unreachable(began, str(error))
                 await asyncio.sleep(AGAIN_S)
+
+    async def _tell_silence(self, began: float) -> None:
+        """Say so if the store takes long to answer at first: an attempt may last for seconds."""
+        await asyncio.sleep(SILENT_S)
+        if not self.tried.is_set():
+            self._tell_unreachable(began, "it has not answered yet")
+
+    def _tell_unreachable(self, since: float, error: str) -> None:
+        health = {"reachable": False, "as_of": None, "since": since, "error": clipped(error)}
+        self.board.set("health", health)
 
     async def _observe(self) -> None:
         def sink(record: Record) -> None:
@@ -82,6 +88,7 @@ class StoreObservation:
         async with session:
             hub = Hub(session._opened, self.board)
             self.session, self.hub = session, hub
+            self.tried.set()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(hub.run())

@@ -41,6 +41,9 @@ __all__ = ["Access", "Guard", "error_response", "json_object", "make_app"]
 ASSETS = Path(__file__).parent / "assets"
 COALESCE_S = 0.015
 """The shortest time between two messages to one page."""
+ALIVE_S = 1.0
+"""The longest time without a message: a store that takes long to answer is not a page without a
+server."""
 BODY_BYTES = 64 * 1024
 LINE = 200
 """How many candidates of a line a page is sent."""
@@ -205,7 +208,12 @@ class _Server:
         try:
             yield f"event: hello\ndata: {json.dumps(hello)}\n\n".encode()
             while not board.closed:
-                await page.wake.wait()
+                try:
+                    async with asyncio.timeout(ALIVE_S):
+                        await page.wake.wait()
+                except TimeoutError:
+                    yield b": the server is there\n\n"
+                    continue
                 page.wake.clear()
                 message = board.message(page)
                 if message is not None:

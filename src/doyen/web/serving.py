@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PageListener", "PageThread", "http_server", "listen", "require_web", "serve"]
 
+TRIED_S = 3.0
+"""How long the address is held back while it is open whether there is such a store."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -102,20 +104,35 @@ def listen(
 async def serve(
     observation: StoreObservation, listener: PageListener, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until cancelled."""
+    """Serve until cancelled. `ready` is called when the page is served and the store was tried, so
+    not if there is no such store; for one that takes long to answer it does not wait."""
     from doyen.web.server import make_app
 
-    server = http_server(make_app(observation, listener.access), ready)
+    started = asyncio.Event()
+
+    async def announce() -> None:
+        await started.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TRIED_S):
+                await observation.tried.wait()
+        ready()
+
+    server = http_server(make_app(observation, listener.access), started.set)
     serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
     observing = asyncio.ensure_future(observation.run())
+    announcing = asyncio.ensure_future(announce())
     try:
-        await asyncio.wait({serving, observing}, return_when=asyncio.FIRST_COMPLETED)
+        ends = {serving, observing}
+        await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
+        if announcing.done() and announcing.exception() is None:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         observation.board.close()
         server.should_exit = True
         observing.cancel()
-        await asyncio.wait({serving, observing})
-    for task in (serving, observing):
+        announcing.cancel()
+        await asyncio.wait({serving, observing, announcing})
+    for task in (serving, observing, announcing):
         if not task.cancelled() and (error := task.exception()) is not None:
             raise _cause(error)
 

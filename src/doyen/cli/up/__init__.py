@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--candidates must be from 2 to 9; got {args.candidates}")
     if args.for_s is not None and not 0 < args.for_s < float("inf"):
         raise ConfigError(f"--for must be a number of seconds above 0; got {args.for_s:g}")
+    from doyen.cli.up.processes import Stopped
+
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     live = at_terminal and args.for_s is None and not args.json
     with _Interrupts() as interrupts:
@@ -81,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
             verdict = _run(args, directory, interrupts, live=live)
             keep = not verdict.ok
             _print(verdict, args, directory, keep=keep)
+        except Stopped:
+            assert interrupts.received is not None
+            return 128 + interrupts.received
         finally:
             if not keep:
                 shutil.rmtree(directory)
@@ -97,10 +102,11 @@ def _run(
 
     problems: list[str] = []
     with ExitStack() as stack:
-        quorum = None if args.store else _quorum(directory, stack)
+        stopping = interrupts.stopping
+        quorum = None if args.store else _quorum(directory, stack, stopping)
         local = f"sqlite://{quote(str(directory / 'doyen.db'))}"
         store = args.store or (quorum.url if quorum else local)
-        timing, worst_s = timing_on(store, args.ttl_s)
+        timing, worst_s = timing_on(store, args.ttl_s, stopping)
         cluster = CandidateGroup(
             directory,
             candidates=args.candidates,
@@ -114,7 +120,7 @@ def _run(
         if live:
             from doyen.cli.up.live import show
 
-            show(cluster, stopping=interrupts.stopping, page=page)
+            show(cluster, stopping=stopping, page=page)
         else:
             out = console()
             report_line = (lambda _: None) if args.json else out.print
@@ -127,14 +133,14 @@ def _run(
             drill = Drill(
                 cluster,
                 for_s=args.for_s or _DRILL_S,
-                stopping=interrupts.stopping,
+                stopping=stopping,
                 report_line=report_line,
             )
             problems = drill.run()
     return judge(cluster, problems, bounded=not live and interrupts.received is None)
 
 
-def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
+def _quorum(directory: Path, stack: ExitStack, stopping: Callable[[], bool]) -> NodeGroup | None:
     """Start three nodes; None if msgspec is not installed."""
     if find_spec("msgspec") is None:
         print("doyen: msgspec is not installed, so a sqlite file is the store;", file=sys.stderr)
@@ -144,7 +150,7 @@ def _quorum(directory: Path, stack: ExitStack) -> NodeGroup | None:
 
     quorum = NodeGroup(directory)
     stack.callback(quorum.stop)
-    quorum.start()
+    quorum.start(stopping)
     return quorum
 
 

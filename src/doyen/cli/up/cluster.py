@@ -11,14 +11,14 @@ import asyncio
 import json
 import math
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doyen.cli.up.candidate import ELECTION, WORK_FILE, command
-from doyen.cli.up.processes import ChildProcess, Kind, ProcessGroup
+from doyen.cli.up.processes import ChildProcess, Kind, ProcessGroup, Stopped, never
 from doyen.errors import ConfigError, StoreUnavailable
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
@@ -278,6 +278,19 @@ class CandidateGroup(ProcessGroup[CandidateProcess]):
         self.read()
 
 
+async def _unless(
+    stopping: Callable[[], bool], work: Coroutine[Any, Any, Capabilities]
+) -> Capabilities:
+    doing = asyncio.ensure_future(work)
+    while not doing.done():
+        if stopping():
+            doing.cancel()
+            await asyncio.wait({doing})
+            raise Stopped
+        await asyncio.wait({doing}, timeout=0.05)
+    return doing.result()
+
+
 async def _capabilities(url: str) -> Capabilities:
     try:
         async with asyncio.timeout(OPEN_WITHIN_S):
@@ -290,17 +303,18 @@ async def _capabilities(url: str) -> Capabilities:
     return store.capabilities
 
 
-def timing_on(url: str, ttl_s: float) -> tuple[Timing, float]:
+def timing_on(url: str, ttl_s: float, stopping: Callable[[], bool] = never) -> tuple[Timing, float]:
     """The timing of a lease of `ttl_s` on that store, and the worst failover time.
 
-    Opens the store, so that its errors are reported before anything is started.
+    Opens the store, so that its errors are reported before anything is started. Raises `Stopped`
+    when `stopping` before the store answers.
     """
     if StoreURL.parse(url).parts.scheme == "memory":
         raise ConfigError(
             "a memory: store exists within one process only, and each candidate is a process;"
             " use another store, or leave --store out"
         )
-    limits = asyncio.run(_capabilities(url))
+    limits = asyncio.run(_unless(stopping, _capabilities(url)))
     if ttl_s < limits.ttl_min_s:
         raise ConfigError(
             f"a ttl of {ttl_s:g} s is too short: the least for this store is {limits.ttl_min_s:g} s"

@@ -26,6 +26,15 @@ _PR_SET_PDEATHSIG = 1
 Kind = Literal["killed", "frozen", "asked to resign"]
 
 
+class Stopped(Exception):
+    """A signal asked to end before everything had started."""
+
+
+def never() -> bool:
+    """Whether to stop starting, if nobody can ask for that."""
+    return False
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, frozen or not."""
     import ctypes

@@ -11,12 +11,13 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from doyen.cli.up.node import ELECTION_S, command
-from doyen.cli.up.processes import ChildProcess, Kind, ProcessGroup
+from doyen.cli.up.processes import ChildProcess, Kind, ProcessGroup, Stopped, never
 from doyen.errors import StoreUnavailable
 
 SIZE = 3
@@ -97,12 +98,14 @@ class NodeGroup(ProcessGroup[NodeProcess]):
             each.listening and each.frozen_at is None for each in self.servers
         )
 
-    def start(self) -> None:
-        """Start the nodes; return when all of them listen."""
+    def start(self, stopping: Callable[[], bool] = never) -> None:
+        """Start the nodes; return when all of them listen. Raises `Stopped` when `stopping`."""
         for server in self.servers:
             self._start(server)
         give_up = self.now() + START_WITHIN_S
         while not all(server.listening for server in self.servers):
+            if stopping():
+                raise Stopped
             self.tick()
             dead = [each for each in self.servers if each.process is None]
             if dead or self.now() >= give_up:

@@ -29,9 +29,10 @@ export function detail() {
 }
 
 function draw() {
+  const root = $('detail'), chosen = getSelection();
   due = pressed;
-  if (pressed) return;
-  const root = $('detail'), row = state.rows.get(view.selected);
+  if (pressed || (chosen.type === 'Range' && root.contains(chosen.anchorNode))) return;   // to be copied
+  const row = state.rows.get(view.selected);
   const focused = document.activeElement?.dataset?.act;
   if (!row) { root.hidden = true; return; }
   root.hidden = false;

@@ -90,7 +90,11 @@ function makeRow() {
   p.track.append(p.fill, p.mark);
   p.lease.append(p.track, p.secs);
   d.append(p.dot, p.name, p.who, p.tok, p.lease, p.ln, p.last, p.lane);
-  d.onclick = () => select(d.row.key);
+  d.onclick = event => {   // by touch there is no hover
+    const bar = event.target.closest('.t,.g'), row = d.row;
+    select(row.key);
+    if (bar) explain(row, bar, event.clientX, d.getBoundingClientRect().bottom - 8);
+  };
   pad.append(d);
   return d;
 }
@@ -222,8 +226,7 @@ export function setSort(by) {
 }
 
 // Causes: on hover, on touch, and by the keyboard.
-function explain(node, x, y) {
-  const row = node.closest('.row').row;
+function explain(row, node, x, y) {
   if (row) tip.show(describe(row.terms, +node.dataset.k, node.dataset.gap, known()), x, y);
 }
 export function stepTerm(by) {
@@ -234,7 +237,7 @@ export function stepTerm(by) {
   for (const node of pad.querySelectorAll('.on')) node.classList.remove('on');
   const node = nodes[view.termAt], box = node.getBoundingClientRect();
   node.classList.add('on');
-  explain(node, (box.left + box.right) / 2, box.bottom - 8);
+  explain(d.row, node, (box.left + box.right) / 2, box.bottom - 8);
   $('spoken').textContent = $('tip').textContent;
 }
 export function leaveTerms() {
@@ -245,8 +248,9 @@ export function leaveTerms() {
 pad.addEventListener('pointermove', event => {
   const node = event.target.closest('.t,.g');
   if (!node) { if (view.termAt == null) tip.hide(); return; }
-  explain(node, event.clientX, node.getBoundingClientRect().bottom - 8);
+  explain(node.closest('.row').row, node, event.clientX, node.getBoundingClientRect().bottom - 8);
 });
 pad.addEventListener('pointerleave', () => { if (view.termAt == null) tip.hide(); });
+addEventListener('pointerdown', event => { if (event.pointerType === 'touch') tip.hide(); });
 scroll.addEventListener('scroll', () => { tip.hide(); layout(new Set()); }, { passive: true });
 new ResizeObserver(() => { measure(); lanes(); layout(); }).observe(scroll);

@@ -2,7 +2,7 @@
 
 import { CAUSES, FAILED } from './timeline.js';
 import { $, calm, clock, el, many, span, thousands } from './text.js';
-import { follow, health, isLive, known, now, onChange, state } from './state.js';
+import { follow, health, isLive, isWaiting, known, now, onChange, state } from './state.js';
 import * as list from './list.js';
 import { detail, lease } from './detail.js';
 import { help, isOpen } from './dialog.js';
@@ -13,25 +13,27 @@ function headline() {
   const h = health(), live = isLive(), at = known();
   $('store').textContent = state.hello?.store ?? '…';
   $('store').title = state.hello?.store ?? '';
-  const word = !state.connected ? (state.lostAt == null ? 'connecting' : 'page offline') : h.reachable ? 'healthy' : 'unreachable';
+  const word = isWaiting() ? 'connecting' : !state.connected ? (state.refused ? 'refused' : 'page offline') : h.reachable ? 'healthy' : 'unreachable';
   if ($('health').textContent !== word) $('health').textContent = word;
-  $('health-dot').className = `dot ${live ? '' : state.lostAt == null && !state.connected ? 'unknown' : 'bad'}`;
+  $('health-dot').className = `dot ${live ? '' : isWaiting() ? 'unknown' : 'bad'}`;
   $('asof').textContent = h.as_of == null ? '' : clock(live ? h.as_of : at, 1);   // of the last answer
-  document.body.classList.toggle('stale', !live && state.lostAt != null || state.connected && !h.reachable);
+  document.body.classList.toggle('stale', !live && !isWaiting());
   const banner = $('banner');
-  if (live || (state.lostAt == null && !state.connected)) { banner.hidden = true; }
+  if (live || isWaiting()) { banner.hidden = true; }
   else {
     const since = state.connected ? h.since : state.lostAt;
-    $('banner-what').textContent = state.connected ? 'Store unreachable' : 'This page has lost its server';
+    $('banner-what').textContent = state.connected ? 'Store unreachable' : state.refused ? 'The server refuses this page' : 'This page has lost its server';
+    $('banner-when').hidden = state.refused;
     $('banner-since').textContent = clock(since);
-    $('banner-for').textContent = span(Math.max(0.001, now() - since));
+    $('banner-long').textContent = state.refused ? '' : ` (${span(Math.max(0.001, now() - since))})`;
     $('banner-why').textContent = (state.connected ? h.error : state.problem) || 'no answer';
-    $('banner-known').textContent = h.as_of == null ? 'nothing yet' : clock(at, 1);
+    $('banner-stale').hidden = h.as_of == null;
+    $('banner-known').textContent = h.as_of == null ? '' : clock(at, 1);
     $('retry').hidden = state.connected;   // the server asks the store by itself
     if (banner.hidden) banner.hidden = false;
   }
   partial(live ? h.stale ?? [] : []);
-  document.title = `${live ? '' : '✕ '}doyen · ${(state.hello?.store ?? '').slice(0, 80)}`;
+  document.title = `${live ? '' : state.paused ? 'paused: ' : '✕ '}doyen · ${(state.hello?.store ?? '').slice(0, 80)}`;
 }
 
 // The store answers, and a part of the page cannot be read.
@@ -44,14 +46,16 @@ function partial(stale) {
 
 function summary() {
   let led = 0, elections = 0, locks = 0, gap = 0, failovers = 0;
-  const events = [], hour = now() - 3600;
+  const newest = [], hour = now() - 3600;   // the two newest changes of leader
   for (const row of state.rows.values()) {
     if (row.kind === 'elections') { elections++; if (row.leader != null) led++; } else locks++;
     if (list.condition(row) === 'lost') gap++;
     for (let k = row.terms.length - 1; k >= 0; k--) {
       const term = row.terms[k];
       if (term[3] != null && term[3] < hour) break;
-      if (term[3] != null) { if (FAILED.has(term[4])) failovers++; events.push([term[3], row, k]); }
+      if (term[3] == null) continue;
+      if (FAILED.has(term[4])) failovers++;
+      if (newest.length < 2 || term[3] > newest[1][0]) { newest.push([term[3], row, k]); newest.sort((x, y) => y[0] - x[0]); newest.length = Math.min(2, newest.length); }
     }
   }
   const b = $('s-led');
@@ -63,8 +67,7 @@ function summary() {
   const h = health();
   $('s-rt').textContent = isLive() && h.p50_ms != null ? `${h.p50_ms.toFixed(1)} · ${h.p99_ms.toFixed(1)}` : '–';
   $('s-rt').append(el('small', '', isLive() && h.p50_ms != null ? ' ms' : ''));
-  events.sort((x, y) => y[0] - x[0]);
-  const lines = events.slice(0, 2).map(([at, row, k]) => {
+  const lines = newest.map(([at, row, k]) => {
     const term = row.terms[k], next = row.terms[k + 1], line = el('div', 'clip');
     line.dir = 'auto';
     line.append(el('span', 'mono', clock(at)), next
@@ -122,7 +125,7 @@ calm.addEventListener('change', pace);
 const REGIONS = ['list', 'groups', 'shards', 'configs', 'nodes'];
 function go(id) {
   const section = $(id);
-  if (!section.hidden) { section.scrollIntoView({ behavior: calm.matches ? 'auto' : 'smooth', block: 'center' }); section.querySelector('[tabindex],button,input')?.focus({ preventScroll: true }); }
+  if (!section.hidden) { section.scrollIntoView({ behavior: calm.matches ? 'auto' : 'smooth', block: 'center' }); (section.querySelector('[tabindex="0"]') ?? section.querySelector('button'))?.focus({ preventScroll: true }); }
 }
 addEventListener('keydown', event => {
   if (isOpen() || event.metaKey || event.ctrlKey || event.altKey) return;

@@ -191,7 +191,7 @@ function tellShard(n) {
 }
 $('map').addEventListener('pointermove', event => { const n = cellAt(event); if (n < 0) tip.hide(); else tip.show(tellShard(n), event.clientX, event.clientY); });
 $('map').addEventListener('pointerleave', () => tip.hide());
-$('map').addEventListener('click', event => { const n = cellAt(event); if (n >= 0 && state.hello?.may_act && !whyNot()) moveShard(n); });
+$('map').addEventListener('click', event => { const n = cellAt(event); if (n < 0) return; if (state.hello?.may_act && !whyNot()) moveShard(n); else tip.show(tellShard(n), event.clientX, event.clientY); });
 $('map').addEventListener('keydown', event => {
   const set = sets[chosen], step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -cells?.across, ArrowDown: cells?.across, Home: -Infinity, End: Infinity }[event.key];
   if (event.key === 'Enter' && keyed >= 0 && state.hello?.may_act && !whyNot()) moveShard(keyed);

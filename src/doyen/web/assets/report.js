@@ -53,7 +53,12 @@ function make() {
   row.label = name('');
   row.lane = el('div', 'lane');
   row.append(row.label, row.lane);
-  row.onclick = () => { selected = row.at; draw(); };
+  row.onclick = event => {   // by touch there is no hover
+    const node = event.target.closest('.t,.g,.v');
+    selected = row.at;
+    draw();
+    if (node) explain(row, node, event.clientX, row.getBoundingClientRect().bottom - 8);
+  };
   pad.append(row);
   return row;
 }
@@ -76,15 +81,16 @@ function draw() {
   });
   $('l-count').textContent = shown.length < all.length ? `${thousands(shown.length)} of ${thousands(all.length)}` : many(all.length, 'election');
 }
-function explain(node, x, y) {
-  const lane = shown[node.closest('.row').at];
+function explain(row, node, x, y) {
+  const lane = shown[row.at];
   tip.show(node.dataset.v != null ? [{ cls: 'head red', text: lane.marks[+node.dataset.v].text }] : describe(lane.terms, +node.dataset.k, node.dataset.gap, last), x, y);
 }
 pad.addEventListener('pointermove', event => {
   const node = event.target.closest('.t,.g,.v');
-  if (node) explain(node, event.clientX, node.getBoundingClientRect().bottom - 8); else tip.hide();
+  if (node) explain(node.closest('.row'), node, event.clientX, node.getBoundingClientRect().bottom - 8); else tip.hide();
 });
 pad.addEventListener('pointerleave', () => tip.hide());
+addEventListener('pointerdown', event => { if (event.pointerType === 'touch') tip.hide(); });
 scroll.addEventListener('scroll', () => { tip.hide(); draw(); }, { passive: true });
 addEventListener('resize', draw);
 function zoom(by, at = .5) {
@@ -125,7 +131,7 @@ function stepTerm(by) {
   for (const node of pad.querySelectorAll('.on')) node.classList.remove('on');
   const node = nodes[termAt], box = node.getBoundingClientRect();
   node.classList.add('on');
-  explain(node, (box.left + box.right) / 2, box.bottom - 8);
+  explain(row, node, (box.left + box.right) / 2, box.bottom - 8);
   $('spoken').textContent = $('tip').textContent;
 }
 addEventListener('keydown', event => {

@@ -2,7 +2,7 @@
 
 export const state = {
   rows: new Map(), changed: new Set(), listChanged: true, topics: {}, hello: null,
-  page: null, connected: false, lostAt: null, rowsDue: 0,
+  page: null, connected: false, lostAt: null, rowsDue: 0, paused: false, refused: false,
 };
 let offset = Date.now() / 1000 - performance.now() / 1000;
 export const now = () => performance.now() / 1000 + offset;   // on the server's wall clock
@@ -16,6 +16,8 @@ function changed() {
   requestAnimationFrame(() => { scheduled = false; for (const f of listeners) f(); });
 }
 
+// Until the first message about the store, nothing is known about it.
+export const isWaiting = () => state.connected ? state.topics.health == null : state.lostAt == null;
 export const health = () => state.topics.health ?? { reachable: true, as_of: null };
 // Until when anything is known: now, or when the store was last heard of.
 export function known() {
@@ -23,7 +25,7 @@ export function known() {
   const h = health();
   return h.reachable ? now() : (h.as_of ?? h.since ?? now());
 }
-export const isLive = () => state.connected && health().reachable;
+export const isLive = () => state.connected && !isWaiting() && health().reachable;
 
 // The token is in the part of the address that is not sent, and is kept for this tab only.
 function takeToken() {
@@ -54,6 +56,7 @@ export async function post(path, body) {
 }
 
 const SILENT_MS = 4000;   // the server writes at least once a second
+const HIDDEN_MS = 3000;   // a page that nobody has seen for this long gives up its connection
 let fresh = null;
 function take(kind, data) {
   const message = JSON.parse(data);
@@ -77,13 +80,23 @@ function take(kind, data) {
   changed();
 }
 
+// A browser has six connections to a server for all its tabs, and a page that is open takes one. So
+// a page that nobody sees gives up its own, and asks again when it is shown.
+let hiding = 0, current = null, shown = () => {};
+document.addEventListener('visibilitychange', () => {
+  clearTimeout(hiding);
+  if (document.hidden) hiding = setTimeout(() => { state.paused = true; current?.abort(); }, HIDDEN_MS);
+  else if (state.paused) { state.paused = false; shown(); }
+});
+
 async function stream() {
-  const abort = new AbortController();
+  const abort = current = new AbortController();
   let timer = 0;
   const alive = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(), SILENT_MS); };
   alive();
   try {
     const answer = await fetch('api/stream', { headers, cache: 'no-store', signal: abort.signal });
+    state.refused = !answer.ok;
     if (!answer.ok) throw new Error((await answer.json()).error);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = '';
@@ -106,6 +119,7 @@ export async function follow() {
   for (let pause = 250; ; pause = Math.min(5000, pause * 2)) {
     try { await stream(); } catch (error) { state.problem = String(error.message ?? error); }
     if (state.connected) { state.connected = false; pause = 250; }
+    if (state.paused) { state.lostAt = null; await new Promise(done => { shown = done; }); continue; }
     state.lostAt ??= now();
     changed();
     await new Promise(done => { state.retry = done; setTimeout(done, pause); });
