@@ -291,7 +291,11 @@ class Participant(Process):
                 if rng.random() < 0.3:
                     oracle.read(await plain.get(), since)
                 else:
-                    await self._set(config, plain)
+                    self.world.writing += 1
+                    try:
+                        await self._set(config, plain)
+                    finally:
+                        self.world.writing -= 1
             except StoreError:
                 pass  # of a read
 
@@ -329,6 +333,8 @@ class ConfigWorld(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.fair = False
+        self.writing = 0
+        """Writes under way, which may be such as readers refuse."""
         self.values = itertools.count(1)
         self.oracle = ConfigOracle(self)
         self.server = ConfigServer(self.clock, self.oracle)
@@ -358,6 +364,9 @@ class ConfigWorld(World):
 
     async def settle(self) -> None:
         """In fair weather a write comes through, and reaches everybody."""
+        async with asyncio.timeout(SETTLED_S):
+            while self.writing:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.05)
         self.started += 1
         last = Last(self, f"p{self.started}")
         try:
