@@ -26,8 +26,11 @@ import servers
 from candidates import Capture
 from doyen.cli import deploy, main, parsers, serve
 from doyen.cli.deploy import FILES, deployment
+from doyen.stores.kit.durations import parse_duration
 from doyen.stores.port import StoreURL
+from doyen.warden.daemon import unit
 from frozen import freeze
+from servers.compose import check_compose
 from servers.fetch import obtain
 from servers.haproxy import RECIPE as HAPROXY
 from servers.systemd import verify_units
@@ -62,27 +65,49 @@ def test_the_files_are_listed_and_printed(capsys: Capture) -> None:
         deployment("supervisord.conf", "/a b/doyen")
 
 
+UNITS = {
+    "doyen-run@billing": deployment("doyen-run@.service", sys.executable),
+    "doyen-serve@n1": deployment("doyen-serve@.service", sys.executable),
+    "doyen-warden@1000": unit("system", sys.executable),
+    "doyen-warden": unit("user", sys.executable),
+}
+
+
 def test_units_are_what_systemd_accepts(tmp_path: Path) -> None:
-    units = []
-    for name, instance in (("doyen-run", "billing"), ("doyen-serve", "n1")):
-        text = deployment(f"{name}@.service", sys.executable)
-        (tmp_path / f"{name}@.service").write_text(text)
-        units.append(tmp_path / f"{name}@{instance}.service")
-        (tmp_path / f"bad-{name}@.service").write_text(text.replace("WatchdogSec", "Watchdog"))
-    assert verify_units(*units) == ""
-    for unit in units:
-        assert "Unknown key" in verify_units(unit.with_name(f"bad-{unit.name}"))
+    good, bad = [], []
+    for name, text in UNITS.items():
+        file = re.sub("@.*", "@", name) + ".service"
+        (tmp_path / file).write_text(text)
+        (tmp_path / f"bad-{file}").write_text(text.replace("RestartSec", "RestartAfter"))
+        good.append(tmp_path / f"{name}.service")
+        bad.append(tmp_path / f"bad-{name}.service")
+    assert verify_units(*good) == ""
+    assert verify_units(*bad).count("Unknown key") == len(bad)
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_restarted_without_a_limit_and_have_time_to_start(name: str) -> None:
+    """systemd gives up after five restarts in ten seconds, unless the unit says otherwise, and ends
+    a service that is not ready in time."""
+    found = configparser.ConfigParser(strict=False, interpolation=None)
+    found.read_string(UNITS[name])
+    assert found["Unit"]["StartLimitIntervalSec"] == "0"
+    assert found["Service"]["Restart"] in ("always", "on-failure")
+    assert found["Service"]["Type"] == "notify"
+    words = shlex.split(found["Service"]["ExecStart"])
+    if "--store-wait" in words:
+        wait_s = parse_duration(words[words.index("--store-wait") + 1])
+        assert wait_s < float(found["Service"]["TimeoutStartSec"])
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".service")])
 def test_units_start_what_doyen_accepts(name: str) -> None:
-    unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string(deployment(name, PROGRAM))
-    program, *words = shlex.split(unit["Service"]["ExecStart"].replace("$DOYEN_COMMAND", "work"))
+    found = configparser.ConfigParser(strict=False, interpolation=None)
+    found.optionxform = str  # type: ignore[assignment,method-assign]
+    found.read_string(deployment(name, PROGRAM))
+    program, *words = shlex.split(found["Service"]["ExecStart"].replace("$DOYEN_COMMAND", "work"))
     assert program == PROGRAM
     accepted(words)
-    assert unit["Service"]["Type"] == "notify"
 
 
 class Balanced:
@@ -291,6 +316,14 @@ def test_supervisord_runs_the_command_at_the_leader(tmp_path: Path, store: str) 
 
 def compose() -> Any:
     return yaml.safe_load(deployment("compose.yaml", PROGRAM))
+
+
+def test_the_compose_file_is_what_docker_compose_accepts(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text(deployment("compose.yaml", PROGRAM))
+    assert check_compose(file) == ""
+    file.write_text(file.read_text().replace("stop_grace_period", "stop_grace"))
+    assert "stop_grace is not allowed" in check_compose(file)
 
 
 def test_compose_refers_to_what_exists() -> None:

@@ -108,6 +108,7 @@ _SYSTEM_UNIT = """\
 [Unit]
 Description=doyen warden of user %i, ends the leases of processes that have died
 Documentation=https://pypi.org/project/doyen/
+StartLimitIntervalSec=0
 
 [Service]
 Type=notify
@@ -130,6 +131,7 @@ _USER_UNIT = """\
 # systemctl --user enable --now doyen-warden; loginctl enable-linger
 [Unit]
 Description=doyen warden, ends the leases of processes that have died
+StartLimitIntervalSec=0
 
 [Service]
 Type=notify
