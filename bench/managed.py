@@ -27,7 +27,7 @@ import doyen
 from bench.worker import Memory, Reporter, counted_session, now
 from doyen.election.core import SessionCore
 from doyen.lease.clock import SystemClock
-from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.slots import ShardTerm
 from doyen.model import member_key
 from doyen.stores.port import Context, open_store
 

@@ -10,29 +10,31 @@ import pytest
 
 from doyen.errors import Conflict
 from doyen.manage.shards import controller, steps
+from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import Controller
-from doyen.manage.shards.owner import ShardOwner, Slot, Stage
+from doyen.manage.shards.moves import Moves
+from doyen.manage.shards.owner import ShardOwner
 from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.slots import Slot, Stage
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def unread(patch: pytest.MonkeyPatch) -> None:
     """An owner does not read the plan again after winning."""
-    read = ShardOwner._read_plan
-    confirm = ShardOwner._confirm
+    confirm = Claims._confirm
 
-    async def skip(self: ShardOwner) -> None:
+    async def skip() -> None:
         return
 
-    async def without_reading(self: ShardOwner) -> None:
-        self._read_plan = skip.__get__(self)  # type: ignore[method-assign]
+    async def without_reading(self: Claims) -> None:
+        self._plan.read = skip  # type: ignore[method-assign]
         try:
             await confirm(self)
         finally:
-            self._read_plan = read.__get__(self)  # type: ignore[method-assign]
+            del self._plan.read
 
-    patch.setattr(ShardOwner, "_confirm", without_reading)
+    patch.setattr(Claims, "_confirm", without_reading)
 
 
 def released_early(patch: pytest.MonkeyPatch) -> None:
@@ -63,7 +65,7 @@ def two_bodies(patch: pytest.MonkeyPatch) -> None:
         if self.slots.get(slot.shard) is slot:
             del self.slots[slot.shard]
         self._empty.set()
-        self._look_again()
+        self._due.look_again()
 
     patch.setattr(ShardOwner, "_follow_plan", forget)
     patch.setattr(ShardOwner, "_gone", gone)
@@ -108,7 +110,7 @@ def moved_too_much(patch: pytest.MonkeyPatch) -> None:
 
 def one_phase(patch: pytest.MonkeyPatch) -> None:
     """A new owner claims without being ready, and the old one does not let go."""
-    patch.setattr(ShardOwner, "_is_ready", lambda self, move: move.to == self.settings.name)
+    patch.setattr(Moves, "is_ready", lambda self, move: move.to == self._member)
 
 
 def barrier_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -139,17 +141,17 @@ def untokened(patch: pytest.MonkeyPatch) -> None:
 
 def never_looks(patch: pytest.MonkeyPatch) -> None:
     """An owner that waits for a record does not notice that it has gone."""
-    patch.setattr(ShardOwner, "_record_changed", lambda self, slot: None)
+    patch.setattr(Claims, "_record_changed", lambda self, slot: None)
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
     """An owner ends terms because the plan says that they have no record, without reading it."""
 
     async def believe(self: ShardOwner) -> None:
-        for shard in self._unheld:
+        for shard in self.plan.unheld:
             leading = self.slots[shard].leading
             if leading is not None:
                 leading.term._lose("the plan says so")
-        self._unheld = []
+        self.plan.unheld = []
 
     patch.setattr(ShardOwner, "_look_at_unheld", believe)

@@ -297,7 +297,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "shards": lambda: stubs(
         ("doyen.manage.shards.scopes", "ShardSet"),
         ("doyen.manage.shards.scopes", "OwnedShards"),
-        ("doyen.manage.shards.owner", "ShardTerm"),
+        ("doyen.manage.shards.slots", "ShardTerm"),
         ("doyen.manage.shards.routing", "ShardMap"),
     ),
     "spec": spec,

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from doyen import Session
 from doyen.errors import NameTaken, StoreError
 from doyen.manage.documents import Versioned
-from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.slots import ShardTerm
 from doyen.manage.shards.spec import ShardSpec
 from doyen.model import Claim, Entry, Version, encode_json, shards_key
 from swarm import TTL_S, Oracle, Process, WatchedServer, World

@@ -11,7 +11,7 @@ import pytest
 
 import doyen
 from doyen.cli import main
-from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.slots import ShardTerm
 from support import until_blocking
 
 

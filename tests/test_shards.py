@@ -22,17 +22,12 @@ from doyen.errors import (
 )
 from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards import controller
+from doyen.manage.shards.claims import CLAIMS_AT_LEAST, CLAIMS_AT_ONCE, ClaimPace, Claims
 from doyen.manage.shards.controller import Controller
-from doyen.manage.shards.owner import (
-    CLAIMS_AT_LEAST,
-    CLAIMS_AT_ONCE,
-    ClaimPace,
-    ShardOwner,
-    ShardTerm,
-)
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
+from doyen.manage.shards.slots import ShardTerm
 from doyen.model import Claim, Entry, members_key, shards_key
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Creation
@@ -499,7 +494,9 @@ async def paused_with_an_old_plan(place: Place) -> Jobs:
     await until(lambda: jobs.plan().members.keys() == {"a", "c"})
     faults.next("create", *[Late(before_s=0.9)] * 4)
     await until(lambda: len(owned._owner.slots) == 4)
-    owned._owner._watches["plan"].close()
+    watch = owned._owner.plan.watched._watch
+    assert watch is not None
+    watch.close()
     await session.shards("jobs").configure(count=2)
     await asyncio.sleep(0.7)
     assert jobs.plan().generation == 2
@@ -730,9 +727,9 @@ async def test_a_plan_that_is_read_while_records_are_looked_at_stops_nothing(
     found = iter([(1,)])
     monkeypatch.setattr(controller, "unheld", lambda *_: next(found, ()))
     claim, answer, looked = asyncio.Event(), asyncio.Event(), list[str]()
-    create, get = ShardOwner._find_or_create, Attempt.get
+    create, get = Claims._find_or_create, Attempt.get
 
-    async def create_late(self: ShardOwner, shard: int, attempt: Attempt) -> Creation:
+    async def create_late(self: Claims, shard: int, attempt: Attempt) -> Creation:
         if shard == 0:
             await claim.wait()
         return await create(self, shard, attempt)
@@ -742,7 +739,7 @@ async def test_a_plan_that_is_read_while_records_are_looked_at_stops_nothing(
         await answer.wait()
         return await get(self, key)
 
-    monkeypatch.setattr(ShardOwner, "_find_or_create", create_late)
+    monkeypatch.setattr(Claims, "_find_or_create", create_late)
     jobs = Jobs(place)
     session = await jobs.create(2)
     await jobs.join("a")

@@ -13,7 +13,7 @@ from doyen.errors import (
     StoreError,
 )
 from doyen.manage.documents import Versioned
-from doyen.manage.shards import controller, owner
+from doyen.manage.shards import controller, moves
 from doyen.manage.shards.plan import Move, ShardPlan
 from doyen.model import Member, encode_json, shards_key
 from doyen.testing.faults import Faults, Late
@@ -180,7 +180,7 @@ async def test_an_unread_list_of_members_is_read_again(
             raise refusals.pop()
         return await controller.seen_members(*args)
 
-    monkeypatch.setattr(owner, "seen_members", refused)
+    monkeypatch.setattr(moves, "seen_members", refused)
     jobs = Jobs(place)
     session = await jobs.create(4)
     await jobs.join("a")

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         Subscription,
     )
     from doyen.manage.inventory import Inventory
-    from doyen.manage.shards.owner import ShardTerm
     from doyen.manage.shards.routing import ShardMap
+    from doyen.manage.shards.slots import ShardTerm
     from doyen.manage.shards.spec import ShardSpec
     from doyen.model import (
         Candidate,
@@ -122,8 +122,8 @@ _HOMES = (
     "manage.config",
     "manage.config_session",
     "manage.inventory",
-    "manage.shards.owner",
     "manage.shards.routing",
+    "manage.shards.slots",
     "manage.shards.spec",
     "quorum.node",
 )

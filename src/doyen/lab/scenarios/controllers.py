@@ -16,10 +16,10 @@ from doyen.lab.scenarios.store_world import StoreWorld, run_store_world
 from doyen.lab.scenarios.transcript import Transcript, listed
 from doyen.manage.documents import Versioned
 from doyen.manage.shards.controller import group_of
-from doyen.manage.shards.owner import ShardTerm
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
+from doyen.manage.shards.slots import ShardTerm
 from doyen.model import Entry, Leader, Unreachable, shards_key
 from doyen.session import Session
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from doyen.lease.runtime import Runtime
-from doyen.manage.shards.owner import ShardTerm
+from doyen.manage.shards.slots import ShardTerm
 
 __all__ = ["LoopBodies", "Prepare", "ShardBody", "ThreadBodies"]
 

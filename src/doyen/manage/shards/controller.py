@@ -48,7 +48,7 @@ from doyen.model import Claim, Entry, Member, leader_key, members_key, shards_ke
 from doyen.stores.port import Watch
 from doyen.term import Term
 
-__all__ = ["Controller", "control", "group_of", "read_holders", "seen_members"]
+__all__ = ["Controller", "UnreadLog", "control", "group_of", "read_holders", "seen_members"]
 
 log = logging.getLogger("doyen")
 
@@ -106,6 +106,23 @@ async def read_holders(core: SessionCore, name: str) -> dict[int, str]:
     return holders
 
 
+class UnreadLog:
+    """Logs that a document of a set of shards cannot be read, once for each error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last = ""
+
+    def report(self, error: Exception) -> None:
+        if str(error) != self._last:
+            self._last = str(error)
+            log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
+
+    def clear(self) -> None:
+        """Everything can be read."""
+        self._last = ""
+
+
 class Controller:
     """One term of a controller. Used on doyen's loop."""
 
@@ -131,8 +148,7 @@ class Controller:
         self._plan_changed = asyncio.Event()
         self._overwritten = False
         """The plan is not what this controller has written."""
-        self._unread = ""
-        """What was logged last about a document that cannot be read."""
+        self._unread = UnreadLog(name)
 
     async def run(self) -> None:
         """Control until the term is over."""
@@ -150,7 +166,7 @@ class Controller:
                     self._records_changed()  # what was found in them may not have been written
                     pause_s = calls.retry_pause()
                 except BadDocument as error:
-                    self._report_unread(error)
+                    self._unread.report(error)
                     pause_s = calls.retry_pause()
                     until = asyncio.get_running_loop().time() + calls.timing.ttl_s
                     await self._wakeup.sleep(until)
@@ -186,7 +202,7 @@ class Controller:
             known = Versioned.decode(entry)
             plan = ShardPlan.decode(known.body)
         except BadDocument as error:
-            self._report_unread(error)
+            self._unread.report(error)
         else:
             if known.token <= self._term.token:
                 self._current = plan
@@ -229,11 +245,6 @@ class Controller:
                 self._overwritten = True
                 self._wakeup.wake()
 
-    def _report_unread(self, error: BadDocument) -> None:
-        if str(error) != self._unread:
-            self._unread = str(error)
-            log.warning("%s", log_line(event="shards_unread", set=self._name, error=error))
-
     async def _write(self, expect: Versioned | None) -> None:
         self._term.check()
         body = self._current.encode()
@@ -266,7 +277,7 @@ class Controller:
         except BadDocument as error:
             await self._note(f"{SPEC_UNREAD}: {error}")
             raise
-        self._unread = ""
+        self._unread.clear()
         if self._current.note.startswith(SPEC_UNREAD):
             await self._note("")
         members = await seen_members(core, self._name)

@@ -16,8 +16,9 @@ from doyen.errors import SessionClosed, StaleMap
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.health import HealthCheck
 from doyen.manage.shards import requests
-from doyen.manage.shards.owner import Bodies, OwnerSettings, ShardOwner, ShardTerm
+from doyen.manage.shards.owner import OwnerSettings, ShardOwner
 from doyen.manage.shards.routing import ShardMap, read_map
+from doyen.manage.shards.slots import Bodies, ShardTerm
 from doyen.manage.shards.spec import ShardSpec
 
 __all__ = [
@@ -73,7 +74,7 @@ class OwnedShards:
     @property
     def generation(self) -> int:
         """The generation of the plan that this process knows."""
-        return self._owner.plan.generation
+        return self._owner.plan.current.generation
 
     def check_route(self, shard: int, generation: int) -> ShardTerm:
         """The term of a shard, for a request that a client routed by a map of `generation`.

@@ -1,0 +1,112 @@
+"""The moves of shards to a member and from it.
+
+A shard is moved in two phases: the new owner prepares and says so in its entry, then the old one
+lets go. While shards are to move from here, the members are watched, to see when the new owners are
+ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from doyen.election.core import SessionCore
+from doyen.manage.shards.controller import group_of, seen_members
+from doyen.manage.shards.following import WatchedKeys
+from doyen.manage.shards.plan import Move, ShardPlan
+from doyen.manage.shards.slots import Bodies, log_shard_error
+from doyen.manage.shards.steps import SeenMember
+from doyen.model import members_key
+
+__all__ = ["Moves"]
+
+ENDINGS_AT_ONCE = 2
+ENDING_TURN_S = 0.05
+"""So many shards at a time are let go because their new owner is ready: the next when these are
+gone, or after a while if their bodies take long to end. If all were let go at once, the requests of
+all new owners would compete, and every shard would be without an owner until the last is done."""
+
+
+class Moves:
+    """What one member knows of the moves. Used on doyen's loop."""
+
+    def __init__(
+        self,
+        core: SessionCore,
+        shards: str,
+        member: str,
+        bodies: Bodies,
+        *,
+        changed: Callable[[], None],
+        prepared: Callable[[int], None],
+    ) -> None:
+        """`changed` is called when the members may have changed, `prepared` with each shard that
+        this member is prepared for."""
+        self.members = WatchedKeys(core, members_key(group_of(shards)), changed)
+        self.outgoing: dict[int, None] = {}
+        """The shards that wait for their turn to be let go."""
+        self.endings: set[int] = set()
+        """Those whose turn it is."""
+        self._core = core
+        self._shards = shards
+        self._member = member
+        self._bodies = bodies
+        self._on_prepared = prepared
+        self._others: Mapping[str, SeenMember] = {}
+        """The members to which shards of this one are moved."""
+        self._prepared: dict[int, bool] = {}
+        """The moves to this member, by id, and whether it is prepared for them."""
+
+    async def read_members(self, plan: ShardPlan) -> bool:
+        """While shards are to move from here, see which new owners are ready. False if nothing had
+        to be read."""
+        if not any(plan.owners[shard] == self._member for shard in plan.moves):
+            self.members.close()
+            return False
+        await self.members.watch()
+        if not self.members.stale:
+            return False
+        with self.members.reading():
+            self._others = await seen_members(self._core, self._shards)
+        return True
+
+    def is_ready(self, move: Move) -> bool:
+        """Whether the new owner is prepared."""
+        if move.to == self._member:
+            return self._prepared.get(move.id, False)
+        target = self._others.get(move.to)
+        return (
+            target is not None
+            and target.incarnation == move.incarnation
+            and move.id in target.prepared
+        )
+
+    def prepare(self, plan: ShardPlan, incarnation: int) -> list[int]:
+        """Prepare for what is to come. Returns the ids of the moves that this member is prepared
+        for."""
+        coming = {
+            move.id: shard
+            for shard, move in plan.moves.items()
+            if (move.to, move.incarnation) == (self._member, incarnation)
+        }
+        for move, shard in coming.items():
+            if move not in self._prepared:
+                self._prepared[move] = False
+                self._bodies.prepare(shard, partial(self._prepare_ended, move, shard))
+        self._prepared = {move: done for move, done in self._prepared.items() if move in coming}
+        return [move for move, done in self._prepared.items() if done]
+
+    def _prepare_ended(self, move: int, shard: int, error: BaseException | None) -> None:
+        if error is not None:
+            log_shard_error("shard_prepare_failed", self._shards, shard, error)
+        elif move in self._prepared:
+            self._prepared[move] = True
+            self._on_prepared(shard)
+
+    def turns(self) -> Iterator[int]:
+        """The shards that may be let go now, in turn. The caller adds those that it lets go to
+        `endings`."""
+        while self.outgoing and len(self.endings) < ENDINGS_AT_ONCE:
+            shard = next(iter(self.outgoing))
+            del self.outgoing[shard]
+            yield shard
