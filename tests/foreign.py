@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from etcd_door import doors
 from servers.consul import RECIPE
 from servers.etcd import ETCDCTL
 from servers.fetch import obtain
+from servers.golang import built
 
 LEADS = "leads"
 BODY = f"echo {LEADS}; exec sleep 1000"
@@ -31,13 +33,14 @@ class ForeignCandidate:
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._output = self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout
         self.printed: list[str] = []
 
     async def line(self) -> str:
@@ -57,10 +60,30 @@ class ForeignCandidate:
         while LEADS not in await self.line():
             pass
 
+    async def elected_at(self) -> int:
+        """The revision that the program in Go prints when it leads."""
+        while not (text := await self.line()).startswith(f"{LEADS} "):
+            pass
+        return int(text.split()[2])
+
+    async def leader(self) -> tuple[int, str]:
+        """The revision and the proposal of the leader that the observer in Go prints."""
+        _, _, revision, proposal = (await self.line()).split()
+        return int(revision), proposal
+
+    def say(self, text: str) -> None:
+        """Write a line to its standard input."""
+        self._input.write(f"{text}\n".encode())
+        self._input.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To it and to what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
     def interrupt(self) -> None:
         """Interrupt it and what it has started, as a terminal does."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT)
+        self.signal(signal.SIGINT)
 
     async def resign(self) -> None:
         """Interrupt it, and wait for its end."""
@@ -70,9 +93,9 @@ class ForeignCandidate:
 
     def kill(self) -> None:
         """Kill it and what it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self._process.wait()
+        self._input.close()
         self._output.close()
 
 
@@ -134,6 +157,29 @@ class Etcdctl(Others):
         return self.run("lock", f"--ttl={self.ttl_s:.0f}", name, "--", "sh", "-c", body)
 
 
+class Go(Etcdctl):
+    """Go's concurrency package."""
+
+    shown = "theirs"
+
+    def command(self, name: str, body: str) -> ForeignCandidate:
+        return self._start("elect", name, "theirs", f"{self.ttl_s:.0f}", body)
+
+    def mutex(self, name: str) -> ForeignCandidate:
+        return self.keep(self._start("lock", name, f"{self.ttl_s:.0f}"))
+
+    def observer(self, name: str) -> ForeignCandidate:
+        return self.keep(self._start("observe", name))
+
+    def _start(self, *arguments: str) -> ForeignCandidate:
+        return ForeignCandidate([str(go_candidate()), self._endpoint, *arguments])
+
+
+def go_candidate() -> Path:
+    """The program in Go, built at the first call."""
+    return built(Path(__file__).with_name("candidate.go"))
+
+
 class Kazoo(Others):
     """kazoo's `Election`, in a process of its own."""
 
@@ -182,16 +228,19 @@ class ConsulLock(Others):
 
 @asynccontextmanager
 async def others_on(engine: str, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """The engine, and `go` after it for candidates in Go instead of etcdctl."""
+    engine, _, kind = engine.partition(" ")
+    etcd: Callable[[str], Others] = Go if kind else Etcdctl
     if engine == "quorum":
         async with doors(request.getfixturevalue("tmp_path")) as quorum:
-            others: Others = Etcdctl(quorum.addresses[0])
+            others = etcd(quorum.addresses[0])
             try:
                 yield others
             finally:
                 others.close()
         return
     kinds: dict[str, Callable[[str], Others]] = {
-        "etcd": Etcdctl,
+        "etcd": etcd,
         "zookeeper": Kazoo,
         "consul": ConsulLock,
     }

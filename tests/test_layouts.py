@@ -90,7 +90,7 @@ async def test_etcdctl_elect_and_doyen_see_each_other(
 
 
 @LONG
-@pytest.mark.parametrize("engine", ["etcd", "zookeeper", "consul"])
+@pytest.mark.parametrize("engine", ["etcd", "zookeeper", "consul", "etcd go", "quorum go"])
 async def test_whoever_is_killed_the_other_follows(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -156,7 +156,8 @@ async def test_what_a_layout_cannot_carry_is_refused(
 
 
 @pytest.mark.parametrize(
-    "engine", ["etcd", *(pytest.param(each, marks=LONG) for each in ("zookeeper", "consul"))]
+    "engine",
+    ["etcd", *(pytest.param(each, marks=LONG) for each in ("zookeeper", "consul", "quorum go"))],
 )
 async def test_doctor_and_verify_name_foreign_terms(
     engine: str,

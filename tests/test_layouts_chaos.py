@@ -23,7 +23,7 @@ CANDIDATES = 4
 TERMS = 2
 """How many terms candidates of each kind have at least."""
 PATIENCE_S = 100.0
-ENGINES = ["etcd", "quorum", "zookeeper", "consul"]
+ENGINES = ["etcd", "quorum", "zookeeper", "consul", "etcd go", "quorum go"]
 PAUSE_S = 1.0
 TTL_S = 2.0
 STEPS = 20
