@@ -20,7 +20,7 @@ import random
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -403,7 +403,9 @@ class MixedLine:
             self._start = (await self._ask(rpc.PUT, key=b"start")).header.revision + 1
         etcdctl = str(obtain(ETCDCTL).path)
         watch = ["watch", "--prefix", f"{self.name}/", f"--rev={self._start}", *PINGS]
-        self._spawn(Told(self.changes.append).run([etcdctl, *watch], **self.variables))
+        self._spawn(
+            "etcdctl watch", Told(self.changes.append).run([etcdctl, *watch], **self.variables)
+        )
         commands = {
             "etcdctl": [etcdctl, "elect", "--listen", self.name, *PINGS],
             "etcd3": etcd3("observe", self),
@@ -414,12 +416,12 @@ class MixedLine:
         for kind, command in commands.items():
             observer = Observer(kind, self.name)
             self.observers.append(observer)
-            self._spawn(Told(observer.hear).run(command, **self.variables))
-        self._spawn(self._observe())
-        self._spawn(self._sample())
+            self._spawn(f"observer {kind}", Told(observer.hear).run(command, **self.variables))
+        self._spawn("observer ours", self._observe())
+        self._spawn("oracle", self._sample())
         for each in kinds:
             self.candidates.append(each(self))
-            self._spawn(self.candidates[-1].run())
+            self._spawn(each.kind, self.candidates[-1].run())
         try:
             yield self
         finally:
@@ -440,8 +442,8 @@ class MixedLine:
             for link in links:
                 link.close()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        self._tasks.append(asyncio.ensure_future(work))
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
 
     async def _observe(self) -> None:
         observer = Observer("ours", self.name)
@@ -578,7 +580,7 @@ class MixedLine:
                     for task in self._tasks:
                         if task.done():
                             task.result()
-                            raise AssertionError("a part of the trial has ended")
+                            raise AssertionError(f"{task.get_name()} has ended")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise AssertionError(f"after {PATIENCE_S:g} s, not: {what}; {self.state()}") from None

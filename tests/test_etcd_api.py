@@ -243,6 +243,42 @@ def test_the_json_gateway(tmp_path: Path) -> None:
     run(trial())
 
 
+def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> None:
+    """Those too that came after it had lost its leader. Clients do not resume a watch that ends
+    with etcd's error `no leader`, so it is not this one."""
+
+    async def trial() -> None:
+        async with doors(tmp_path) as quorum, EtcdClient(quorum.addresses[0]) as client:
+            api = quorum.doors["n1"].api
+            api._election_s = POLL_S
+            first = (await client.call(rpc.GRANT, TTL=600)).ID
+            second = (await client.call(rpc.GRANT, TTL=600)).ID
+            await client.call(rpc.CAMPAIGN, name=b"e", lease=first)
+            told = await watch(client, key=b"k")
+            waiting = asyncio.create_task(client.outcome(rpc.CAMPAIGN, name=b"e", lease=second))
+            line = {"key": b"e/", "range_end": b"e0", "count_only": True}
+            while (await client.call(rpc.RANGE, **line)).count < 2:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            api._leader_is(None)
+            code, text = await waiting
+            assert (code, "no leader" in text) == ("UNAVAILABLE", True)
+            assert text != "etcdserver: no leader"
+            for stream in (told, client.stream(rpc.WATCH)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await read(stream)
+                assert (caught.value.code().name, caught.value.details()) == (code, text)
+            api._leader_is("n1")
+            told = await watch(client, key=b"k")
+            # The candidate has its place in the line, and goes on at any node.
+            waiting = asyncio.create_task(client.outcome(rpc.CAMPAIGN, name=b"e", lease=second))
+            await client.call(rpc.REVOKE, ID=first)
+            assert (await waiting).leader.lease == second
+            await client.call(rpc.PUT, key=b"k", value=b"v")
+            assert [value for _, value in await events(told, 1)] == [b"v"]
+
+    run(trial())
+
+
 def test_what_is_not_offered_or_too_large(tmp_path: Path) -> None:
     async def trial() -> None:
         async with doors(tmp_path) as quorum, EtcdClient(quorum.addresses[0]) as client:

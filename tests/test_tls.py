@@ -25,7 +25,7 @@ import servers
 from doyen.errors import StoreError
 from doyen.lease.clock import SystemClock
 from doyen.model import leader_key
-from doyen.stores.port import Context, Store, StoreURL, _tls_remedy, open_store
+from doyen.stores.port import Context, Store, StoreURL, open_store, tls_remedy
 from servers.certificates import AUTHORITY, Certificates
 from servers.mariadb import DATABASE, PASSWORD
 from servers.process import HOST
@@ -311,13 +311,13 @@ def test_a_certificate_that_python_refuses_is_explained(
 def test_the_remedy_suits_the_reason_of_a_failed_verification(cause: str, remedy: str) -> None:
     url = StoreURL.parse("redis://h?tls=true")
     text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {cause} (_ssl.c:1018)"
-    assert remedy in _tls_remedy(url, text.lower())
+    assert remedy in tls_remedy(url, text.lower())
 
 
 @pytest.mark.parametrize("words", ["Connection reset by peer", "Connection lost"])
 def test_a_server_that_hangs_up_may_want_a_certificate(words: str) -> None:
     """Python before 3.14 reports the first, 3.14 the second."""
-    assert "cert= and key=" in _tls_remedy(StoreURL.parse("redis://h?tls=true"), words.lower())
+    assert "cert= and key=" in tls_remedy(StoreURL.parse("redis://h?tls=true"), words.lower())
 
 
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:

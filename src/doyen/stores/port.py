@@ -438,7 +438,7 @@ async def open_store(url: str, context: Context) -> Store:
     try:
         return await opener(parsed, context)
     except StoreError as error:
-        if remedy := _tls_remedy(parsed, str(error).lower()):
+        if remedy := tls_remedy(parsed, str(error).lower()):
             raise type(error)(f"{error}; {remedy}") from error
         raise
 
@@ -456,6 +456,13 @@ _UNVERIFIED = {
     "not valid for": "the server's certificate must have the URL's host in its subjectAltName",
     "has expired": "renew the certificate",
 }
+_CLOSED = "socket closed"
+"""What gRPC reports if a server hangs up that was addressed with TLS, or without, and expects the
+other."""
+_EXPECTS_TLS = (
+    "the server may expect TLS: set tls=true, and ca= to the file of the authority that signed its"
+    " certificate"
+)
 _REFUSED = ("alert", "client certificate", "tsi_", "access denied")
 _HUNG_UP = (
     "reset by peer",
@@ -467,15 +474,17 @@ _HUNG_UP = (
 )
 
 
-def _tls_remedy(url: StoreURL, cause: str) -> str:
-    """What to do if a store could not be opened because of a certificate.
+def tls_remedy(url: StoreURL, cause: str) -> str:
+    """What to do if a store could not be opened because of TLS; `cause` is the error in lower case.
 
     Client libraries describe this differently, and a server that refuses a client certificate often
     just closes the connection.
     """
     encrypted = bool({"tls", "ca", "cert"} & set(url.options)) or url.parts.scheme[-2:] == "ss"
     if not encrypted or url.options.get("tls") == "false":
-        return ""
+        return _EXPECTS_TLS if _CLOSED in cause else ""
+    if f"handshake read failed ({_CLOSED})" in cause:
+        return "the server may not use TLS: leave out tls=, ca=, cert= and key="
     if "certificate verify failed" in cause or "certificate_verify_failed" in cause:
         trust = "set ca= to the file of the authority that signed the server's certificate"
         return next((text for words, text in _UNVERIFIED.items() if words in cause), trust)

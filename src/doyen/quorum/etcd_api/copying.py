@@ -34,10 +34,16 @@ from doyen.errors import (
 )
 from doyen.quorum.etcd_api import rpc
 from doyen.quorum.keyspace.etcd_requests import FROM_KEY
-from doyen.stores.etcd.connection import EtcdClient, EtcdCluster, EtcdLogin, refuse_after_fork
+from doyen.stores.etcd.connection import (
+    Denied,
+    EtcdClient,
+    EtcdCluster,
+    EtcdLogin,
+    refuse_after_fork,
+)
 from doyen.stores.etcd.rpc import Method
 from doyen.stores.kit import url as options
-from doyen.stores.port import StoreURL
+from doyen.stores.port import StoreURL, tls_remedy
 
 PAGE_BYTES: Final = 2 << 20
 """About how much is read at a time."""
@@ -55,6 +61,7 @@ TRIES: Final = 4
 TTL_SLACK: Final = 1
 """By how many seconds what is left of a lease may differ: both sides round it."""
 ALL: Final = b"\0"
+READING: Final = {rpc.RANGE, rpc.LEASES, rpc.TIME_TO_LIVE}
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many keys are done, and of how many."""
@@ -102,6 +109,7 @@ class KeyspaceSide:
         members = [str(host) for host in options.hosts(url, 2379)]
         self.name = f"etcd://{','.join(members)}"
         self.whole = not prefix
+        self._url, self._user, self._prefix = url, user, prefix
         self._reached = False
         """It has answered once. Before that, it is not waited for."""
         self._start = prefix or ALL
@@ -134,17 +142,33 @@ class KeyspaceSide:
             except (StoreUnavailable, OutcomeUnknown, TimeoutError) as error:
                 reason = str(error) or f"no answer within {ANSWER_S:g} s"
                 if not self._reached:
-                    raise StoreUnavailable(f"{self.name}: {reason}") from error
+                    remedy = tls_remedy(self._url, reason.lower())
+                    text = f"{self.name}: {reason}{'; ' if remedy else ''}{remedy}"
+                    raise StoreUnavailable(text) from error
                 if "quota is exhausted" in reason or loop.time() > give_up:
                     raise StoreUnavailable(
                         f"{self.name}: {reason}. What was copied stays there: run the same command"
                         " again to go on"
                     ) from error
                 await asyncio.sleep(RETRY_S)
+            except Denied as error:
+                raise StoreUnusable(self._denied(method)) from error
             except StoreUnusable as error:
                 if "has been compacted" in str(error):
                     raise _Compacted from error
                 raise
+
+    def _denied(self, method: rpc.EtcdMethod) -> str:
+        """Why the user may not do this, and what to do."""
+        who = f"the user {self._user!r}" if self._user else "the user of this certificate"
+        which = f"the keys that begin with {_shown(self._prefix)}" if self._prefix else "all keys"
+        right = "read" if method in READING else "write"
+        grant = f"etcdctl role grant-permission ROLE readwrite --prefix=true {_shown(self._prefix)}"
+        return (
+            f"{self.name} does not let {who} {right} {which}: grant a role of it the permission"
+            f" ({grant}), or use a user that has it, such as root, or copy with --prefix what it"
+            " may use. What was copied stays there: run the same command again to go on"
+        )
 
     async def size(self) -> tuple[int, int, int]:
         """The number of keys, the revision, and the id of the cluster."""

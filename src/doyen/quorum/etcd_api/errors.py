@@ -54,6 +54,9 @@ NO_USERS: Final = _error(Code.FAILED_PRECONDITION, "authentication is not enable
 NO_LEADER: Final = _error(Code.UNAVAILABLE, "no leader")
 TIMED_OUT: Final = _error(Code.UNAVAILABLE, "request timed out")
 STOPPED: Final = _error(Code.UNAVAILABLE, "server stopped")
+LEADERLESS: Final = _error(Code.UNAVAILABLE, "this node knows no leader: try another one")
+"""Ends a stream. Clients of etcd go to another node after it; a watch that ends with `NO_LEADER`
+they do not resume."""
 
 REFUSALS: Final = {
     EtcdRefusal.COMPACTED: COMPACTED,

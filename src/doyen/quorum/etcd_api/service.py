@@ -31,12 +31,14 @@ from doyen.errors import DoyenError
 from doyen.quorum.consensus.core import Role
 from doyen.quorum.etcd_api import rpc
 from doyen.quorum.etcd_api.errors import (
+    LEADERLESS,
     LEASE_NOT_FOUND,
     LEASE_TOO_LONG,
     NO_LEADER,
     NO_SPACE,
     NO_USERS,
     REFUSALS,
+    STOPPED,
     TIMED_OUT,
     Code,
     EtcdError,
@@ -140,6 +142,7 @@ class EtcdApi:
             rpc.WATCH: self._watch,
         }
         driver.on_role(self._role_changed)
+        self._leader_is(driver.leader)
         if url:
             self.start(self._register())
 
@@ -149,7 +152,7 @@ class EtcdApi:
             self._giving_up.cancel()
         for task in self._tasks:
             task.cancel()
-        self._end_streams()
+        self._end_streams(STOPPED)
 
     def start(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -157,17 +160,26 @@ class EtcdApi:
         task.add_done_callback(self._tasks.discard)
 
     def _role_changed(self, role: Role, generation: int, leader: str | None) -> None:
-        """Streams are ended when no leader is known for an election timeout, so that their clients
-        go to another node."""
-        if self._giving_up is not None:
+        self._leader_is(leader)
+
+    def _leader_is(self, leader: str | None) -> None:
+        """When no leader is known for an election timeout, streams are ended, so that their clients
+        go to another node; and again after each further one, for clients that came meanwhile."""
+        if leader is None:
+            if self._giving_up is None:
+                self._giving_up = self._loop.call_later(self._election_s, self._give_up)
+        elif self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
-        if leader is None:
-            self._giving_up = self._loop.call_later(self._election_s, self._end_streams)
 
-    def _end_streams(self) -> None:
+    def _give_up(self) -> None:
+        self._giving_up = self._loop.call_later(self._election_s, self._give_up)
+        self._end_streams(LEADERLESS)
+
+    def _end_streams(self, error: tuple[Code, str]) -> None:
         for stream in self._streams:
-            stream.end(fail(NO_LEADER))
+            stream.end(fail(error))
+        self.hub.fail(fail(error))
 
     # Proposals and reads.
 

@@ -92,6 +92,13 @@ class WatchHub:
         self._waiting.append(future)
         await future
 
+    def fail(self, error: Exception) -> None:
+        """Have everybody who waits for a change get this error."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
     def _applied(self, index: int) -> None:
         etcd, since = self._keyspace.etcd, self.seen + 1
         if etcd.revision < since:
