@@ -173,6 +173,7 @@ class ConsulModel:
                     break
         finally:
             disconnected.cancel()
+            await asyncio.wait({disconnected})  # two coroutines cannot read one stream
 
     def _index_of(self, prefix: str) -> int:
         indexes = [each["ModifyIndex"] for each in self._under(prefix)]

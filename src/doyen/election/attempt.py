@@ -19,7 +19,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from doyen.election.core import SessionCore
@@ -138,6 +137,9 @@ class Attempt:
 
     async def get(self, key: str) -> Entry | None:
         return await self.core.call(self.core.store.get(key))
+
+    async def ahead(self, ticket: Entry) -> Entry | None:
+        return await self.core.call(self.core.store.ahead(ticket))
 
     async def write(self, request: Awaitable[T]) -> T:
         """Make a call that may leave an entry of this attempt, even if its response is lost."""
@@ -275,9 +277,8 @@ class Attempt:
         await self._read_record()
         await self._delete(self.record)
         self.record = None
-        ahead = partial(self.core.store.ahead, ticket)
         with suppress(TicketGone):
-            await self._until_taken(lambda: self.core.call(ahead()))
+            await self._until_taken(lambda: self.ahead(ticket))
 
     async def _until_taken(self, successor: Callable[[], Awaitable[Entry | None]]) -> None:
         """Wait until somebody has the record, for one request timeout, and as long as there is a

@@ -201,8 +201,8 @@ class Claiming:
         self._giving_back = False
 
     async def _ahead(self) -> Entry | None:
-        ticket, core = self.attempt.ticket, self.attempt.core
-        return None if ticket is None else await core.call(core.store.ahead(ticket))
+        ticket = self.attempt.ticket
+        return None if ticket is None else await self.attempt.ahead(ticket)
 
     async def _wait_behind(self, ahead: Entry) -> None:
         """Wait until the ticket directly ahead changes. No other ticket wakes this candidate."""

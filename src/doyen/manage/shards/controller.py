@@ -359,17 +359,16 @@ class Controller:
         if all_of_them or not plan.open or len(plan.moves) > GETS_AT_ONCE:
             return await read_holders(core, self._name)
         shards = list(plan.moves)
-        entries = await asyncio.gather(
-            *(
-                core.call(core.store.get(leader_key(f"{self._name}/{shard}", "shards")))
-                for shard in shards
-            )
-        )
+        entries = await asyncio.gather(*map(self._record, shards))
         return {
             shard: Claim.decode(entry.value).name
             for shard, entry in zip(shards, entries, strict=True)
             if entry is not None
         }
+
+    async def _record(self, shard: int) -> Entry | None:
+        core = self._core
+        return await core.call(core.store.get(leader_key(f"{self._name}/{shard}", "shards")))
 
 
 _URGENT = ("members", "failed", "aside", "generation", "open", "spec")
