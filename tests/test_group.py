@@ -12,7 +12,8 @@ import pytest
 
 from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
-from doyen.manage.members import MemberOptions, MemberValue, Registration
+from doyen.manage.members import MemberOptions, MemberValue
+from doyen.manage.registration import Registration
 from doyen.model import Member, MemberChange, member_key, members_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered

@@ -27,8 +27,9 @@ from doyen.election.core import SessionCore
 from doyen.election.leader import Leading
 from doyen.errors import Conflict, OutcomeUnknown
 from doyen.manage.documents import Document, Versioned
-from doyen.manage.members import GroupMember, MemberValue, Registration
+from doyen.manage.members import GroupMember, MemberValue
 from doyen.manage.publishing import ListPublisher
+from doyen.manage.registration import Listing, Registration
 from doyen.manage.roster import Roster, observe_members, read_members
 from doyen.model import (
     Entry,
@@ -547,10 +548,10 @@ def listed_although_the_lease_is_lost(patch: pytest.MonkeyPatch) -> None:
     """A member does not notice that its lease is lost."""
 
     def always(self: Registration) -> int | None:
-        return None if self._entry is None else self._entry.revision
+        return None if self.listing.entry is None else self.listing.entry.revision
 
     patch.setattr(Registration, "incarnation", property(always))
-    patch.setattr(Registration, "_unlisted", lambda *_, **__: None)
+    patch.setattr(Listing, "unlisted", lambda *_, **__: None)
 
 
 def does_not_join_again(patch: pytest.MonkeyPatch) -> None:
@@ -558,7 +559,8 @@ def does_not_join_again(patch: pytest.MonkeyPatch) -> None:
     step = Registration._step
 
     async def once(self: Registration) -> bool:
-        lost = self._keepalive is not None and self._keepalive.lost_because is not None
+        attempt = self._attempt
+        lost = attempt is not None and attempt.keepalive.lost_because is not None
         return True if lost else await step(self)
 
     patch.setattr(Registration, "_step", once)

@@ -40,8 +40,8 @@ from doyen.lab.scenarios.transcript import Transcript
 from doyen.manage import roster
 from doyen.manage.config import ConfigStore
 from doyen.manage.documents import Versioned
-from doyen.manage.members import Registration
 from doyen.manage.publishing import ListPublisher
+from doyen.manage.registration import MemberAttempt
 from doyen.manage.roster import Roster
 from doyen.quorum.consensus.core import Making
 from doyen.quorum.consensus.invariants import InvariantBroken
@@ -222,7 +222,7 @@ def test_the_facts_fail_with_broken_parts(
 
 def names_are_shared(patch: pytest.MonkeyPatch) -> None:
     """A process takes the entry of another for its own."""
-    patch.setattr(Registration, "_is_mine", lambda self, entry: True)
+    patch.setattr(MemberAttempt, "is_mine", lambda self, entry: True)
 
 
 def health_is_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
         observe_inventory,
         read_inventory,
     )
-    from doyen.manage.members import GroupMember, MemberOptions, MemberSettings, Registration
+    from doyen.manage.members import GroupMember, MemberOptions, MemberSettings
     from doyen.manage.publishing import ListPublisher, observe_published, read_published
+    from doyen.manage.registration import Registration
     from doyen.manage.roster import RosterChanges, observe_members, read_members
     from doyen.manage.shards.bodies import LoopBodies, Prepare, ShardBody, ThreadBodies
     from doyen.manage.shards.owner import OwnerSettings
@@ -70,8 +71,9 @@ _HOMES = {
         "observe_inventory",
         "read_inventory",
     ),
-    "members": ("GroupMember", "MemberOptions", "MemberSettings", "Registration"),
+    "members": ("GroupMember", "MemberOptions", "MemberSettings"),
     "publishing": ("ListPublisher", "observe_published", "read_published"),
+    "registration": ("Registration",),
     "roster": ("RosterChanges", "observe_members", "read_members"),
     "shards.bodies": ("LoopBodies", "Prepare", "ShardBody", "ThreadBodies"),
     "shards.owner": ("OwnerSettings",),

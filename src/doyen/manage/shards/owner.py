@@ -33,7 +33,8 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.manage.health import HealthCheck
-from doyen.manage.members import MemberSettings, Registration
+from doyen.manage.members import MemberSettings
+from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
 from doyen.manage.shards.following import FollowedPlan
@@ -182,7 +183,7 @@ class ShardOwner:
     async def join(self) -> None:
         """Become a member. Returns once it is on the list; raises `NameTaken`."""
         await self._entry.registration.join()
-        self._entry.registration.on_eligibility(self, self._due.look_again)
+        self._entry.registration.listing.on_eligibility(self, self._due.look_again)
         tasks = self.core.tasks
         self._tasks = [tasks.start(self._follow_changes())]
         self._tasks[0].add_done_callback(lambda _: self._empty.set())
@@ -204,7 +205,7 @@ class ShardOwner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(leaving, *self._tasks, return_exceptions=True)
-        self._entry.registration.forget(self)
+        self._entry.registration.listing.forget(self)
         self.plan.watched.close()
         self._moves.members.close()
 
