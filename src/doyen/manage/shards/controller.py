@@ -317,12 +317,12 @@ class Controller:
             await self._write(self._known)
 
     def _may_linger(self, plan: ShardPlan, now: float) -> bool:
-        """Whether the step can wait until more moves are complete, because every member reads each
-        plan: fewer than half of them are, nothing else is new, and the last plan is recent."""
+        """Whether the step can wait until all moves are complete, because every member reads each
+        plan: some of them are, nothing else is new, and the last plan is recent."""
         before = self._current
         done = [shard for shard in before.moves if shard not in plan.moves]
         return (
-            0 < 2 * len(done) < len(before.moves)
+            0 < len(done) < len(before.moves)
             and now < self._written_at + LINGER_S
             and all(plan.owners[shard] == before.moves[shard].to for shard in done)
             and all(getattr(plan, name) == getattr(before, name) for name in _URGENT)

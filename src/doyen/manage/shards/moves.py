@@ -7,7 +7,7 @@ ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from doyen.election.core import SessionCore
@@ -20,11 +20,12 @@ from doyen.model import members_key
 
 __all__ = ["Moves"]
 
-ENDINGS_AT_ONCE = 2
-ENDING_TURN_S = 0.05
-"""So many shards at a time are let go because their new owner is ready: the next when these are
-gone, or after a while if their bodies take long to end. If all were let go at once, the requests of
-all new owners would compete, and every shard would be without an owner until the last is done."""
+TURN = 3
+LONGEST_TURN_S = 0.05
+"""Shards whose new owner is ready are let go one at a time: the next after `TURN` times as long as
+it took to delete the record, which is about when the new owner has its own, or after a while if the
+body takes long to end. If all were let go at once, the requests of all new owners would compete,
+and every shard would be without an owner until the last is done."""
 
 
 class Moves:
@@ -45,8 +46,8 @@ class Moves:
         self.members = WatchedKeys(core, members_key(group_of(shards)), changed)
         self.outgoing: dict[int, None] = {}
         """The shards that wait for their turn to be let go."""
-        self.endings: set[int] = set()
-        """Those whose turn it is."""
+        self.ending: tuple[int, float] | None = None
+        """The one whose turn it is, and since when."""
         self._core = core
         self._shards = shards
         self._member = member
@@ -103,10 +104,10 @@ class Moves:
             self._prepared[move] = True
             self._on_prepared(shard)
 
-    def turns(self) -> Iterator[int]:
-        """The shards that may be let go now, in turn. The caller adds those that it lets go to
-        `endings`."""
-        while self.outgoing and len(self.endings) < ENDINGS_AT_ONCE:
-            shard = next(iter(self.outgoing))
-            del self.outgoing[shard]
-            yield shard
+    def next_turn(self) -> int | None:
+        """The shard that may be let go now. The caller sets `ending` if it does."""
+        if self.ending is not None or not self.outgoing:
+            return None
+        shard = next(iter(self.outgoing))
+        del self.outgoing[shard]
+        return shard

@@ -38,7 +38,7 @@ from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
 from doyen.manage.shards.following import FollowedPlan
-from doyen.manage.shards.moves import ENDING_TURN_S, Moves
+from doyen.manage.shards.moves import LONGEST_TURN_S, TURN, Moves
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import Bodies, BodyFailures, ShardTerm, Slot, Stage, log_shard_error
 from doyen.manage.shards.spec import check_weight
@@ -280,17 +280,19 @@ class ShardOwner:
         )
 
     def _take_turns(self) -> None:
-        """Let go shards whose new owner is ready, a few at a time."""
-        for shard in self._moves.turns():
+        """Let go shards whose new owner is ready, one at a time."""
+        loop = asyncio.get_running_loop()
+        while (shard := self._moves.next_turn()) is not None:
             slot = self.slots.get(shard)
             if slot is not None and not self._is_planned(shard):
-                self._moves.endings.add(shard)
-                asyncio.get_running_loop().call_later(ENDING_TURN_S, self._end_turn, shard)
+                turn = self._moves.ending = shard, loop.time()
+                loop.call_later(LONGEST_TURN_S, self._end_turn, turn)
                 self._release(slot, MOVED)
 
-    def _end_turn(self, shard: int) -> None:
-        self._moves.endings.discard(shard)
-        self._take_turns()
+    def _end_turn(self, turn: tuple[int, float]) -> None:
+        if turn == self._moves.ending:
+            self._moves.ending = None
+            self._take_turns()
 
     def _begin(self, slot: Slot) -> None:
         """Begin the body of a shard that was won, if the plan still gives it to this member."""
@@ -362,7 +364,9 @@ class ShardOwner:
     def _gone(self, slot: Slot) -> None:
         del self.slots[slot.shard]
         self._empty.set()
-        self._end_turn(slot.shard)
+        turn, loop = self._moves.ending, asyncio.get_running_loop()
+        if turn is not None and turn[0] == slot.shard:
+            loop.call_later((TURN - 1) * (loop.time() - turn[1]), self._end_turn, turn)
         self._due.look_again_at(slot.shard)
 
     async def _look_at_unheld(self) -> None:
