@@ -10,6 +10,10 @@ entry on another lease: the one before counts as gone.
 A writer that waits lists the entries once, after its write. Each of these must reach the version,
 refuse it, or go. Those that come later are not waited for: they begin with the new version. The
 writer watches the entry of each one, and never the key above them.
+
+All subscribers read a new version at the same time. Each acknowledges it after as long again as its
+read took, so that those that are served last apply it before the store is busy with the
+acknowledgements of the first.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ log = logging.getLogger("doyen")
 WaitApplied = Literal["all", "majority"]
 REASON_CHARACTERS = 1000
 """How much is kept of the reason for which a document was refused."""
+LONGEST_PAUSE_S = 0.05
+"""How long an acknowledgement is held back at most."""
 
 
 class Refusal(NamedTuple):
@@ -87,6 +93,8 @@ class Acknowledgement:
     def __init__(self, core: SessionCore, config: str, name: str) -> None:
         self._core = core
         self._config = config
+        self.read_took_s = 0.0
+        """How long it took to read the document that was delivered last."""
         self._says = Applied(name)
         self._changed = asyncio.Event()
         self._written = asyncio.Event()
@@ -154,6 +162,7 @@ class Acknowledgement:
                 else:
                     self._written.set()
                     await self._changed.wait()
+                    await asyncio.sleep(min(self.read_took_s, LONGEST_PAUSE_S))
         finally:
             self._let_go()
 

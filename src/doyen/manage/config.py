@@ -399,6 +399,8 @@ class ConfigReader(Generic[T]):
         self._unreadable = ""
         """What was reported last about a document that cannot be read."""
         self._doubtful_until: float | None = None
+        self.took_s = 0.0
+        """How long the last read took."""
 
     async def next(
         self, at: ReaderPosition | None
@@ -424,7 +426,9 @@ class ConfigReader(Generic[T]):
                     if self._closed:
                         self.close()
                 self._changed.clear()
+                began = asyncio.get_running_loop().time()
                 changes, position = await self._since(at)
+                self.took_s = asyncio.get_running_loop().time() - began
             except (OutcomeUnknown, StoreUnavailable) as error:
                 line = log_line(event="observing_failed", config=self._store.name, error=error)
                 log.debug("%s", line)

@@ -275,7 +275,9 @@ class _Subscribed(Generic[T]):
         self._core.runtime.post(partial(call, *args))
 
     async def _read(self) -> tuple[Any, ReaderPosition | None]:
-        return await self._reader.next(self._at)
+        read = await self._reader.next(self._at)
+        self._acknowledgement.read_took_s = self._reader.took_s
+        return read
 
     def _take(self, read: tuple[Any, ReaderPosition | None]) -> None:
         changes, self._at = read
