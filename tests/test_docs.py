@@ -179,7 +179,7 @@ def sources() -> str:
 
 def test_every_public_method_is_in_an_example_that_is_run() -> None:
     servers = {"create_async", "check_async"}  # test_fencing_servers.py: they need a server
-    called_by_frameworks = {"enqueue_jobs", "open_for_request"}
+    called_by_frameworks = {"enqueue_jobs", "open_for_request", "register_death"}
     code = "\n".join(
         [
             *(block.text for block in blocks("python")),
