@@ -30,9 +30,10 @@ from doyen.errors import (
 )
 from doyen.model import leader_key, line_key
 from doyen.stores.etcd import connection, rpc, watches
-from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster, EtcdLogin
+from doyen.stores.etcd.connection import EtcdChannel, EtcdCluster
 from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.store import EtcdStore
+from doyen.stores.port import StoreURL
 from fixtures import opening
 from servers import Etcd, Proxy, free_port
 from servers.wire import http, http_json
@@ -238,9 +239,8 @@ def test_an_error_does_not_keep_its_channel_alive() -> None:
     connections."""
 
     async def main() -> None:
-        cluster = EtcdCluster(
-            [f"127.0.0.1:{free_port()}"], EtcdLogin(), connect_timeout_s=PATIENCE_S
-        )
+        url = f"etcd://127.0.0.1:{free_port()}?connect_timeout_s={PATIENCE_S}"
+        cluster = EtcdCluster(StoreURL.parse(url))
         channel = EtcdChannel(cluster, cluster.members[0])
         with pytest.raises(StoreUnavailable, match="onnect") as kept:
             await channel.ready()
@@ -337,7 +337,7 @@ async def test_a_late_answer_is_not_taken_for_that_of_the_next_renewal() -> None
             await asyncio.sleep(0)
 
     client = FakeClient()
-    leases = EtcdKeepalive(EtcdCluster(["m"], EtcdLogin(), connect_timeout_s=1), b"witness")
+    leases = EtcdKeepalive(EtcdCluster(StoreURL.parse("etcd://m")), b"witness")
     leases._client = client  # type: ignore[assignment]
     first = asyncio.create_task(leases.renew(7))
     await turns()

@@ -244,6 +244,16 @@ def test_a_trail_is_bounded_and_what_is_none_is_passed_over() -> None:
         assert decode_trail(odd) == (), "it could not be written again"
 
 
+@virtual
+async def test_the_end_of_a_term_in_the_trail_is_final(place: Place) -> None:
+    """Also for a session whose own note of that term is older, and has not been written."""
+    session = await place.open()
+    ended = PastTerm("a", 7, 100.0, 200.0, "resigned")
+    place.server.put(trail_key("e"), encode_trail([ended]), None)
+    core_of(session).trail.note("e", PastTerm("a", 7, 100.0))
+    assert await session.history("e") == [ended]
+
+
 def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Capture) -> None:
     store, log = f"sqlite://{tmp_path}/doyen.db", tmp_path / "audit.jsonl"
     command = ["history", "billing", "--store", store]

@@ -47,7 +47,6 @@ from doyen.model import (
     PastTerm,
     Published,
     Reachable,
-    SessionHealth,
     Unreachable,
 )
 from doyen.session import (
@@ -55,10 +54,10 @@ from doyen.session import (
     ConnectOptions,
     Observing,
     SessionOptions,
+    _SessionState,
     connect,
     settings_of,
 )
-from doyen.stores.choice import without_password
 from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
@@ -83,21 +82,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class BlockingSession:
+class BlockingSession(_SessionState):
     """A session on a store, for code without asyncio. Made by `connect_blocking`.
 
     Threads may share it.
     """
 
     def __init__(self, settings: SessionSettings) -> None:
-        self._settings = settings
-        self._core: SessionCore | None = None
+        super().__init__(settings)
         self._closing: Future[None] | None = None
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        state = "not open" if self._core is None else self._core.health
-        return f"<BlockingSession on {without_password(self._settings.url)}, {state}>"
 
     def open(self) -> BlockingSession:
         """Open the session and return it. For code without a scope; pair it with `close`.
@@ -139,33 +133,6 @@ class BlockingSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def as_of(self) -> float | None:
-        """When the store was last known to answer; see `Session.as_of`."""
-        return self._opened.calls.reachability.as_of
-
-    @property
-    def _opened(self) -> SessionCore:
-        if self._core is None:
-            raise SessionClosed("the session is not open: enter it with `with`, or open it")
-        return self._core
-
-    @property
-    def health(self) -> SessionHealth:
-        """`ok`; `unsure` while renewals or other calls to the store fail; `lost` after a loss of
-        the lease, until there is a new one; `closed`. Any thread, never blocks.
-
-            if session.health != "ok":
-                print("not ready")
-        """
-        return self._opened.health
-
-    @property
-    def lost(self) -> bool:
-        """Whether the session has no valid lease any more: it was lost or the session is closed. A
-        session that lost its lease gets a new one when a campaign needs it."""
-        return self.health in ("lost", "closed")
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> BlockingCampaign:
         """Campaign for `election`. The scope is entered when elected. Options as for

@@ -78,11 +78,59 @@ Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, Non
 """Delivers changes until cancelled."""
 
 
-class Session:
+class _SessionState:
+    """What `Session` and `BlockingSession` say about themselves."""
+
+    _scope = "with"
+    """How such a session is entered."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self._settings = settings
+        self._core: SessionCore | None = None
+
+    def __repr__(self) -> str:
+        state = "not open" if self._core is None else self._core.health
+        return f"<{type(self).__name__} on {without_password(self._settings.url)}, {state}>"
+
+    @property
+    def _opened(self) -> SessionCore:
+        if self._core is None:
+            raise SessionClosed(
+                f"the session is not open: enter it with `{self._scope}`, or open it"
+            )
+        return self._core
+
+    @property
+    def as_of(self) -> float | None:
+        """When the store was last known to answer, on the wall clock, in seconds since 1970. What
+        observers of this session have got was current then. While there is an observer, the store
+        is asked at least three times per ttl."""
+        return self._opened.calls.reachability.as_of
+
+    @property
+    def health(self) -> SessionHealth:
+        """`ok`; `unsure` while renewals or other calls to the store fail; `lost` after a loss of
+        the lease, until there is a new one; `closed`. Any thread, never blocks.
+
+            if session.health != "ok":
+                print("not ready")
+        """
+        return self._opened.health
+
+    @property
+    def lost(self) -> bool:
+        """Whether the session has no valid lease any more: it was lost or the session is closed. A
+        session that lost its lease gets a new one when a campaign needs it."""
+        return self.health in ("lost", "closed")
+
+
+class Session(_SessionState):
     """A session on a store, for asyncio. Made by `connect`.
 
     Tests and the lab pass a runtime and an open store.
     """
+
+    _scope = "async with"
 
     def __init__(
         self,
@@ -91,16 +139,11 @@ class Session:
         store: Store | None = None,
         warding: Warding | None = None,
     ) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._given_runtime = runtime
         self._given_store = store
         self._given_warding = warding
-        self._core: SessionCore | None = None
         self._closing: asyncio.Future[None] | None = None
-
-    def __repr__(self) -> str:
-        state = "not open" if self._core is None else self._core.health
-        return f"<Session on {without_password(self._settings.url)}, {state}>"
 
     async def open(self) -> Session:
         """Open the session and return it. For code without a scope; pair it with `close`.
@@ -145,35 +188,6 @@ class Session:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    @property
-    def as_of(self) -> float | None:
-        """When the store was last known to answer, on the wall clock, in seconds since 1970. What
-        observers of this session have got was current then. While there is an observer, the store
-        is asked at least three times per ttl."""
-        return self._opened.calls.reachability.as_of
-
-    @property
-    def _opened(self) -> SessionCore:
-        if self._core is None:
-            raise SessionClosed("the session is not open: enter it with `async with`, or open it")
-        return self._core
-
-    @property
-    def health(self) -> SessionHealth:
-        """`ok`; `unsure` while renewals or other calls to the store fail; `lost` after a loss of
-        the lease, until there is a new one; `closed`. Any thread, never blocks.
-
-            if session.health != "ok":
-                print("not ready")
-        """
-        return self._opened.health
-
-    @property
-    def lost(self) -> bool:
-        """Whether the session has no valid lease any more: it was lost or the session is closed. A
-        session that lost its lease gets a new one when a campaign needs it."""
-        return self.health in ("lost", "closed")
 
     def campaign(self, election: str, **options: Unpack[CampaignOptions]) -> Campaign:
         """Campaign for `election`. The scope is entered when elected.

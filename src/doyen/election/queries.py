@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from doyen.election.core import SessionCore
-from doyen.election.trail import decode_trail
+from doyen.election.trail import decode_trail, merge_terms
 from doyen.errors import OutcomeUnknown, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.lease.keeper import StoreCalls
@@ -64,8 +64,8 @@ async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
     """The last terms of an election, the newest first, with the present one."""
     trail = await core.call(core.store.get(trail_key(election)))
     record = await core.call(core.store.get(leader_key(election)))
-    terms = {term.token: term for term in decode_trail(trail.value)} if trail else {}
-    terms.update((term.token, term) for term in core.trail.unwritten(election))
+    written = decode_trail(trail.value) if trail else ()
+    terms = merge_terms(written, core.trail.unwritten(election))
     if record is not None:
         leader = leader_of(election, record)
         known = PastTerm(leader.name, leader.token, leader.since or 0.0)

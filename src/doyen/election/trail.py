@@ -32,7 +32,7 @@ from doyen.events.log_lines import log_line
 from doyen.lease.keeper import StoreCalls
 from doyen.model import Entry, PastTerm, TermEnd, encode_json, trail_key
 
-__all__ = ["TERMS", "TrailKeeper", "decode_trail", "encode_trail"]
+__all__ = ["TERMS", "TrailKeeper", "decode_trail", "encode_trail", "merge_terms"]
 
 log = logging.getLogger("doyen")
 
@@ -140,12 +140,7 @@ class TrailKeeper:
         for _ in range(ATTEMPTS):
             entry = self._known.pop(election, None) or await calls.call(calls.store.get(key))
             before = decode_trail(entry.value) if entry is not None else ()
-            merged = {term.token: term for term in before}
-            for term in terms:
-                known = merged.get(term.token)
-                if known is None or not known.end:  # an end is final
-                    merged[term.token] = term
-            value = encode_trail(merged.values())
+            value = encode_trail(merge_terms(before, terms).values())
             if entry is not None and entry.value == value:
                 return
             version = None if entry is None else entry.version
@@ -156,6 +151,16 @@ class TrailKeeper:
                     self._known[election] = written
                 return
         raise StoreUnavailable(f"{key} was replaced by others {ATTEMPTS} times in a row")
+
+
+def merge_terms(known: Iterable[PastTerm], noted: Iterable[PastTerm]) -> dict[int, PastTerm]:
+    """The terms of a trail by token, with what was noted since. An end is final: what was noted
+    before it may arrive after it."""
+    merged = {term.token: term for term in known}
+    for term in noted:
+        if term.token not in merged or not merged[term.token].end:
+            merged[term.token] = term
+    return merged
 
 
 def encode_trail(terms: Iterable[PastTerm]) -> bytes:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
-import grpc
-
 from doyen.errors import (
     ConfigError,
     LeaseGone,
@@ -34,13 +32,7 @@ from doyen.errors import (
 )
 from doyen.quorum.etcd_api import rpc
 from doyen.quorum.keyspace.etcd_requests import FROM_KEY
-from doyen.stores.etcd.connection import (
-    Denied,
-    EtcdClient,
-    EtcdCluster,
-    EtcdLogin,
-    refuse_after_fork,
-)
+from doyen.stores.etcd.connection import Denied, EtcdClient, EtcdCluster
 from doyen.stores.etcd.rpc import Method
 from doyen.stores.kit import url as options
 from doyen.stores.port import StoreURL, tls_remedy
@@ -100,28 +92,15 @@ class KeyspaceSide:
                 f"{url.parts.path!r} is the prefix of doyen's own keys, and this command copies all"
                 " keys: leave the path out, or use --prefix"
             )
-        refuse_after_fork()
-        user, password = options.login(url)
-        tls = None
-        if options.tls_files(url) is not None:
-            ca, cert, key = (options.read_file(url, name) for name in ("ca", "cert", "key"))
-            tls = grpc.ssl_channel_credentials(ca, key, cert)
-        members = [str(host) for host in options.hosts(url, 2379)]
-        self.name = f"etcd://{','.join(members)}"
+        cluster = EtcdCluster(url)
+        self.name = f"etcd://{','.join(cluster.members)}"
         self.whole = not prefix
-        self._url, self._user, self._prefix = url, user, prefix
+        self._url, self._user, self._prefix = url, cluster.login.user, prefix
         self._reached = False
         """It has answered once. Before that, it is not waited for."""
         self._start = prefix or ALL
         self._end = _end_of(prefix) if prefix else ALL
-        self._client = EtcdClient(
-            EtcdCluster(
-                members,
-                EtcdLogin(user, password or ""),
-                tls=tls,
-                connect_timeout_s=options.number(url, "connect_timeout_s", 3.0),
-            )
-        )
+        self._client = EtcdClient(cluster)
 
     async def close(self) -> None:
         await self._client.close()

@@ -45,24 +45,11 @@ async def open_store(url: StoreURL, context: Context) -> EtcdStore:
     del context  # etcd keeps the time of its leases, and does not report whose have ended
     url.refuse_unknown(*options.TLS_OPTIONS, "connect_timeout_s", "token_floor", "layout")
     with options.requires("etcd", "grpcio"):
-        import grpc
-
         from doyen.stores.etcd.concurrency import ConcurrencyStore
-        from doyen.stores.etcd.connection import EtcdCluster, EtcdLogin, refuse_after_fork
+        from doyen.stores.etcd.connection import EtcdCluster
         from doyen.stores.etcd.store import EtcdStore
 
-    refuse_after_fork()
-    user, password = options.login(url)
-    tls = None
-    if options.tls_files(url) is not None:
-        ca, cert, key = (options.read_file(url, name) for name in ("ca", "cert", "key"))
-        tls = grpc.ssl_channel_credentials(ca, key, cert)
-    cluster = EtcdCluster(
-        [str(host) for host in options.hosts(url, 2379)],
-        EtcdLogin(user, password or ""),
-        tls=tls,
-        connect_timeout_s=options.number(url, "connect_timeout_s", 3.0),
-    )
+    cluster = EtcdCluster(url)
     prefix = unquote(url.parts.path).rstrip("/")
     if options.choice(url, "layout", "", "", "concurrency"):
         store: EtcdStore = ConcurrencyStore(cluster, prefix=prefix)

@@ -20,7 +20,7 @@ import asyncio
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -39,8 +39,10 @@ from doyen.errors import (
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.diagnosis import EtcdMemberState
 from doyen.stores.etcd.rpc import Method
+from doyen.stores.kit import url as options
 from doyen.stores.kit.failover import answer_within, failover
 from doyen.stores.kit.lifecycle import CLOSED
+from doyen.stores.port import StoreURL
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -141,20 +143,19 @@ class EtcdLogin:
 class EtcdCluster:
     """What the clients of one store share: the members, the login, and what answers have shown."""
 
-    def __init__(
-        self,
-        members: Sequence[str],
-        login: EtcdLogin,
-        *,
-        tls: grpc.ChannelCredentials | None = None,
-        connect_timeout_s: float,
-    ) -> None:
-        self.members = members
-        self.first = random.randrange(len(members))
+    def __init__(self, url: StoreURL) -> None:
+        """`url` names the members, the login and the TLS files. Needs a running loop."""
+        refuse_after_fork()
+        user, password = options.login(url)
+        self.members = [str(host) for host in options.hosts(url, 2379)]
+        self.first = random.randrange(len(self.members))
         """Where this client begins, so that not all begin at the first member of the URL."""
-        self.login = login
-        self.tls = tls
-        self.connect_timeout_s = connect_timeout_s
+        self.login = EtcdLogin(user, password or "")
+        self.tls: grpc.ChannelCredentials | None = None
+        if options.tls_files(url) is not None:
+            ca, cert, key = (options.read_file(url, name) for name in ("ca", "cert", "key"))
+            self.tls = grpc.ssl_channel_credentials(ca, key, cert)
+        self.connect_timeout_s = options.number(url, "connect_timeout_s", 3.0)
         self.revision = 0
         """The highest that an answer has shown."""
         self._id = 0
