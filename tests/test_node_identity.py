@@ -22,8 +22,8 @@ def recorded(node: doyen.Node) -> dict[str, str]:
     return dict(node.status().membership.members)
 
 
-async def remarked(nodes: Trio, *words: str) -> None:
-    """Wait until `doyen cluster status` states this in one line."""
+async def remarked(nodes: Trio, *words: str) -> list[str]:
+    """Wait until `doyen cluster status` states this in one line; returns all lines."""
     store = make_store(StoreURL.parse(f"doyen://{','.join(nodes.peers.values())}"))
     async with asyncio.timeout(30):
         lines: list[str] = []
@@ -31,6 +31,7 @@ async def remarked(nodes: Trio, *words: str) -> None:
             lines = remarks(await store.inspect())
             await asyncio.sleep(0.01)
     await store.close()
+    return lines
 
 
 async def all_recorded(nodes: Trio) -> None:
@@ -67,7 +68,9 @@ def test_an_emptied_folder_takes_no_acknowledged_write_with_it(
             caplog.clear()
             assert nodes.nodes["n1"].leader is None
             assert nodes.nodes["n2"].leader is None
-            await remarked(nodes, "n1 is not connected to n2", "has lost data", "cluster remove n1")
+            refused = "n1 is not connected to n2", "has lost data", "cluster remove n1"
+            lines = await remarked(nodes, *refused)
+            assert not any("waits for" in line for line in lines), "no directory is to be emptied"
             await nodes.stop("n1")
             await nodes.stop("n2")
         await nodes.start("n2")

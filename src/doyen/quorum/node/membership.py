@@ -147,6 +147,8 @@ class Members:
         """Set when there may be something to record (`to_record`)."""
         self._founders: dict[str, str] = {}
         """Member ids of connected nodes that wait to found the cluster with this one, by name."""
+        self.refusals: Callable[[], Mapping[str, str]] = dict
+        """The peers that refuse this node, or that it refuses, with the reasons. Set by `Peers`."""
         self._logged: list[str] | None = None
         """The missing founders that were logged last; None until `log_missing`."""
 
@@ -363,7 +365,7 @@ class Members:
         self._log_change()
 
     def _log_change(self) -> None:
-        missing = self.missing()
+        missing = self.awaited()
         if self._logged is not None and missing != self._logged:
             self._logged = missing
             if missing:
@@ -421,6 +423,11 @@ class Members:
         return (
             sorted(self._peers.keys() - self._founders.keys() - {self.node}) if self.waiting else []
         )
+
+    def awaited(self) -> list[str]:
+        """The missing founders, as long as no peer refuses this node. One that does has data, so
+        nothing is to be founded and no other directory to be emptied; its reason has the remedy."""
+        return [] if self.refusals() else self.missing()
 
     # What the leader records.
 

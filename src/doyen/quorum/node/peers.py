@@ -102,6 +102,7 @@ class Peers:
     ) -> None:
         self.me = me
         self.members = members
+        members.refusals = lambda: self.refusals
         self.errors = errors or ConnectionErrors()
         self.dropped: Counter[str] = Counter()
         """Messages that did not fit into a peer's queue, or found no connection, by peer."""

@@ -376,7 +376,7 @@ class NodeServer:
                 protocol=options.protocol,
                 quota_bytes=options.quota_bytes,
                 refusals=lambda: peers.refusals,
-                missing=members.missing,
+                missing=members.awaited,
                 disk=lambda: (*disk.usage(), journal.syncs.quantile(0.99)),
             )
             listener = Listener(
