@@ -418,6 +418,24 @@ class TestFull:
         await until(lambda: not journal.full)
         await journal.close()
 
+    async def test_it_is_noticed_before_the_log_needs_more_space(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Small writes fit into what the log has written ahead, for hours if there are few."""
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
+        disk = Files()
+        journal = FileJournal(Path("data"), WHOSE, Voted, disk=disk)
+        acks = Acks(journal)
+        for token in range(1, 1000):
+            journal.persist(Persist(token, Voted(token, "n1")))
+            await acks.upto(token)
+            disk.fill(True)
+            if journal.full:
+                break
+        assert journal.full
+        assert "reserve" in disk.names(Path("data"))
+        await journal.close()
+
     async def test_a_disk_that_was_found_full_takes_writes_from_the_reserve(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -71,7 +71,7 @@ comes sooner, and shows as well that the one before it was synced."""
 RETRY_S = 0.25
 """How often a full disk is checked for space."""
 LOOK_S = 5.0
-"""The same while nothing is written to a disk that had space: others may fill it."""
+"""The same for a disk that had space: others may fill it."""
 
 T = TypeVar("T")
 
@@ -115,8 +115,8 @@ class FileJournal:
         self.queued = 0
         """About how many bytes wait to be on disk."""
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._restore_at = 0.0
-        """When a full disk is checked for space again."""
+        self._look_at = 0.0
+        """When the disk is checked for space again."""
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         self._aside = ThreadPoolExecutor(1, "doyen-snapshot")
@@ -326,20 +326,19 @@ class FileJournal:
             self._log.seal()
 
     def _wait(self) -> _Write | None:
-        """Wait for a write. Meanwhile, or between writes, check the disk for space."""
-        timeout_s: float | None = IDLE_S
+        """Wait for a write. Meanwhile, or between writes, check the disk for space: a write finds a
+        full disk only when the log has used what it has written ahead."""
+        timeout_s = IDLE_S
         while True:
-            if self.full and time.monotonic() >= self._restore_at:
-                self.full = not self._has_space()
-                self._restore_at = time.monotonic() + RETRY_S
+            if time.monotonic() >= self._look_at:
+                with suppress(OSError):  # the next write finds out what is wrong
+                    self.full = not self._has_space()
+                self._look_at = time.monotonic() + (RETRY_S if self.full else LOOK_S)
             try:
                 return self._queue.get(timeout=timeout_s)
             except queue.Empty:
                 if timeout_s == IDLE_S:
                     self._seal()
-                elif not self.full:
-                    with suppress(OSError):  # the next write finds out what is wrong
-                        self.full = not self._has_space()
                 timeout_s = RETRY_S if self.full else LOOK_S
 
     def _write(self, writes: list[_Write]) -> int:
@@ -362,7 +361,7 @@ class FileJournal:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                self.full, self._restore_at = True, time.monotonic() + RETRY_S
+                self.full, self._look_at = True, time.monotonic() + RETRY_S
                 if not self._reserved():
                     break
                 self._disk.remove(self._folder / "reserve")
