@@ -254,14 +254,18 @@ async def test_what_was_given_up_without_a_leader_leaves_nothing_behind(world: W
     await world.until(lambda: leader.role is Role.LOOKING)
     for _ in range(10):
         proposed = (leader.propose(USER, b"a") for _ in range(100))
-        errors = await asyncio.gather(*proposed, return_exceptions=True)
+        read = (leader.barrier() for _ in range(100))
+        errors = await asyncio.gather(*proposed, *read, return_exceptions=True)
         assert {type(error) for error in errors} == {StoreUnavailable}
     assert not leader.proposals.queue
+    assert len(leader.reads._waiting) == 1
     world.disks[leader.id].full = True
     await world.boot_one(other)
     await world.until(lambda: leader.role is Role.LEADING)
     with pytest.raises(StoreUnavailable, match="disk"):
         await leader.propose(USER, b"b")
+    await leader.barrier()
+    assert not leader.reads._waiting
 
 
 @with_world

@@ -26,7 +26,7 @@ from doyen.quorum.keyspace.commands import (
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import lease_clock as module
 from doyen.quorum.node.lease_clock import OVERSLEPT_S, LeaseClock
-from doyen.quorum.node.lease_keeper import CONFIRMED, KeyspaceLeases, decode_leases
+from doyen.quorum.node.lease_keeper import CONFIRMED, TIMER_S, KeyspaceLeases, decode_leases
 from doyen.quorum.node.proposals import Settle
 from doyen.testing.virtual import run_virtual
 
@@ -458,5 +458,26 @@ def test_the_end_of_a_lease_that_is_refused_is_tried_again_and_restarts_no_other
         assert ended[dead] < 1.6
         assert ended[silent] < 2.1
         assert all(verdict == [CONFIRMED] and took < 0.01 for took, verdict in answers)
+
+    run_virtual(main)
+
+
+def test_grants_without_end_do_not_postpone_the_end_of_a_lease() -> None:
+    """Each is applied in a turn of the loop of its own, more often than the timer could fire if it
+    were set anew each time."""
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        keyspace = Keyspace()
+        dead = do(keyspace, Grant(1.0)).lease
+        keeper = KeyspaceLeases(Refusing(keyspace), keyspace, loop.clock, QUOTA)  # type: ignore[arg-type]
+        keeper.role_changed(1)
+        began = loop.time()
+        while keyspace.lease(dead) is not None and loop.time() - began < 2.0:
+            await asyncio.sleep(TIMER_S / 3)
+            do(keyspace, Grant(5.0))
+            keeper.applied(0)
+        keeper.stop()
+        assert loop.time() - began < 1.1
 
     run_virtual(main)

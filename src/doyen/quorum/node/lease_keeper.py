@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
-from math import isfinite
+from math import inf
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -98,6 +98,7 @@ class KeyspaceLeases:
         self._early: list[tuple[list[int], float, Answer]] = []
         """Renewals that arrived before the era has begun."""
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
         self._upkeep: KeyspaceCommand | None = None
         """The command of the upkeep that is under way."""
         self._checking: asyncio.TimerHandle | None = None
@@ -122,7 +123,7 @@ class KeyspaceLeases:
         self._upkeep = None
         if self._checking is not None:
             self._checking.cancel()
-        self._set_timer()
+        self._cancel_timer()
         early, self._early = self._early, []
         for leases, _, answer in early:
             answer(encode([NOT_NOW] * len(leases)))
@@ -235,12 +236,19 @@ class KeyspaceLeases:
     # Ends.
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._clock is not None and isfinite(at := self._clock.next_deadline):
+        """Wait for the next deadline. A timer that is set for an earlier one stays: if every grant
+        set it anew, no lease would end while there are many."""
+        at = inf if self._clock is None else self._clock.next_deadline
+        if at < self._timer_at:
+            self._cancel_timer()
             wait_s = max(at - self._now(), TIMER_S)
             self._timer = self._loop.call_later(wait_s, self._timer_fired)
+            self._timer_at = at
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, inf
 
     def _timer_fired(self) -> None:
         # Two turns of the loop, so that renewals which have arrived are handled before any lease
@@ -251,6 +259,7 @@ class KeyspaceLeases:
         self._timer = self._loop.call_later(0, self._end_due)
 
     def _end_due(self) -> None:
+        self._cancel_timer()
         clock = self._clock
         if clock is None:
             return
