@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from doyen.errors import StoreUnavailable
 from doyen.quorum.consensus.core import ReadAsked, ReadReady, ReadRefused, Role
@@ -44,17 +45,27 @@ class LinearizableReads:
         acknowledged before the call. Raises `StoreUnavailable` if no leader answered within
         `patience_s`."""
         done: asyncio.Future[None] = self._pump.loop.create_future()
-        self.when_current(lambda: None if done.done() else done.set_result(None))
+        reader = self.when_current(lambda: None if done.done() else done.set_result(None))
         try:
             async with asyncio.timeout(self._patience_s):
                 await done
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # While there is no leader, nothing else would drop it.
+            with suppress(ValueError):
+                self._waiting.remove(reader)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise StoreUnavailable(f"the read was {self._leader_calls.timed_out()}") from None
 
-    def when_current(self, call: Callable[[], None]) -> None:
+    def when_current(self, call: Callable[[], None]) -> Reader:
         """`barrier` with a callback, which is not called if no leader answers."""
         self._pump.check_open()
-        self._add(lambda index: self._applier.when(index, call))
+
+        def ready(index: int) -> None:
+            self._applier.when(index, call)
+
+        self._add(ready)
+        return ready
 
     def _called(self, peer: str, body: bytes, respond: Respond) -> None:
         self._add(lambda index: respond(DONE, index.to_bytes(8)))
