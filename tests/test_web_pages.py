@@ -193,6 +193,7 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
         expect(page.locator("#act-resign")).to_be_disabled()
         expect(row(page, "billing").locator(".lane .u")).to_have_count(1)
         expect(row(page, "billing").locator(".who")).to_have_text("unknown")
+        expect(page.locator("#s-led")).to_have_text("0 of 1, 1 unknown")
         picture(page, "unreachable")
         quorum.thaw()
         expect(page.locator("#banner")).to_be_hidden()
@@ -270,7 +271,7 @@ def test_a_page_that_may_not_be_read_says_so(browser: Browser) -> None:
 def test_a_list_that_cannot_be_read_although_the_store_answers(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with crowd(["billing"]) as (url, server), dash(url) as listener:
+    with crowd(["billing", " "]) as (url, server), dash(url) as listener:
         whole = server.list
 
         def refused(prefix: str) -> list[Entry]:
@@ -280,6 +281,7 @@ def test_a_list_that_cannot_be_read_although_the_store_answers(
 
         with opened(browser, listener.url) as page:
             expect(row(page, "billing")).to_be_visible()
+            expect(row(page, "“ ”")).to_be_visible()  # a name of blanks can be seen
             expect(page.locator("#partial")).to_be_hidden()
             with monkeypatch.context() as patched:
                 patched.setattr(server, "list", refused)
@@ -317,6 +319,10 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
             expect(row(page, name)).to_be_visible()
         page.locator("#filter").fill("")
         assert page.locator("main img").count() == 0
+        # A candidate cannot turn the direction of what follows its name.
+        assert "\u202e" not in page.locator("main").inner_text()
+        page.locator(".row:not([hidden]) .lane .t").first.hover()
+        expect(page.locator("#tip")).to_contain_text("\ufffd")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         picture(page, "hostile")
 
@@ -333,9 +339,27 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert after["LayoutCount"] - before["LayoutCount"] < 6 * frames
         assert page.evaluate("document.querySelectorAll('*').length") < 1500
         expect(page.locator("#s-gap")).to_have_text("300")
+
+        # In another order than by name, the rows are sorted twice a second, not at every change.
+        page.locator("[data-sort=last]").click()
+        page.evaluate(COUNT_SORTS)
+        began = time.monotonic()
+        for name in names[400:500]:
+            server.delete(leader_key(name))
+            time.sleep(0.01)
+        expect(page.locator("#s-gap")).to_have_text("400")
+        assert page.evaluate("sorts") <= 2 * (time.monotonic() - began) + 2
         assert not alerts
 
 
+COUNT_SORTS = """() => {
+    window.sorts = 0;
+    const sort = Array.prototype.sort;
+    Array.prototype.sort = function (by) {
+        sorts += this.length > 1000;
+        return sort.call(this, by);
+    };
+}"""
 SCROLL = """async () => {
     const node = document.getElementById('scroll');
     for (let k = 0; k < 60; k++) {

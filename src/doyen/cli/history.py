@@ -124,7 +124,8 @@ def view(election: str, terms: Sequence[PastTerm]) -> View:
             table.styles[len(table.rows) - 1] = "bold green"
         elif term.end == "lost":
             table.styles[len(table.rows) - 1] = "yellow"
-    return View(f"{printable(election)}: {len(terms)} terms", [table])
+    count = "1 term" if len(terms) == 1 else f"{len(terms)} terms"
+    return View(f"{printable(election)}: {count}", [table])
 
 
 def _end(term: PastTerm) -> str:

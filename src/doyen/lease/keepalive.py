@@ -244,7 +244,7 @@ class Keepalive:
         self.unsure = True
         text = str(error) or type(error).__name__
         if isinstance(error, TimeoutError) and not str(error):
-            text = f"the store did not answer within {self.timing.request_timeout_s:g} s"
+            text = f"the store did not answer within {self.timing.request_timeout_s:.3g} s"
         self._telemetry.emit(
             Unsure(lease=self.lease.id, remaining_s=round(remaining_s, 3), error=text)
         )

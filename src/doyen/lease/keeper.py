@@ -90,7 +90,7 @@ class StoreCalls:
         except TimeoutError as error:
             self.failing = True
             raise OutcomeUnknown(
-                f"the store did not answer within {self.timing.request_timeout_s:g} s"
+                f"the store did not answer within {self.timing.request_timeout_s:.3g} s"
             ) from error
         finally:
             self._admission.release()

@@ -1,6 +1,6 @@
 // Dialogs: the confirmation of an action says in order what will happen, and the same as a command.
 
-import { $, el } from './text.js';
+import { $, el, plain, said } from './text.js';
 import { isLive, post, state } from './state.js';
 
 const dialog = $('dialog');
@@ -26,7 +26,7 @@ export function open(title, parts, buttons) {
 export const close = () => dialog.close();
 
 function toast(text, bad) {
-  const node = el('div', bad ? 'toast bad' : 'toast', text);
+  const node = el('div', bad ? 'toast bad' : 'toast', plain(text));
   node.dir = 'auto';
   $('toasts').append(node);
   setTimeout(() => node.remove(), bad ? 12000 : 6000);
@@ -43,7 +43,7 @@ export function confirm({ title, steps, note, command, label, danger, request, e
   const parts = [el('p', 'muted', 'What will happen:'), list];
   if (extra) parts.unshift(extra);
   if (note) parts.push(el('p', 'muted', note));
-  if (command) { const p = el('p', 'muted', 'The same as a command: '), code = el('code', 'mono', command); code.dir = 'auto'; p.append(code); parts.push(p); }
+  if (command && plain(command) === command) { const p = el('p', 'muted', 'The same as a command: '), code = el('code', 'mono', command); code.dir = 'auto'; p.append(code); parts.push(p); }
   const no = el('button', '', 'Leave as it is'), yes = el('button', danger ? 'primary danger' : 'primary', label);
   no.onclick = close;
   yes.onclick = () => { const asked = typeof request === 'function' ? request() : request; if (asked) { close(); perform(asked, label); } };
@@ -55,30 +55,32 @@ export function confirm({ title, steps, note, command, label, danger, request, e
 export const quoted = text => /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 
 export function transfer(row, to, ttl) {
+  const name = said(row.name), leader = said(row.leader), heir = said(to);
   const lock = row.kind === 'locks' ? ' --lock' : '', wait = ttl ? `${ttl.toFixed(0)} s` : 'its ttl';
   confirm({
-    title: `Hand ${row.name} over to ${to}?`,
+    title: `Hand ${name} over to ${heir}?`,
     steps: [
-      `${to} is asked whether it is ready. If it does not confirm within 10 s, ${row.leader} keeps ${row.name}.`,
-      `${row.leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end.`,
-      `${to} leads, with a token above ${row.token}. In between nobody leads, usually for a few milliseconds.`,
-      `${row.leader} does as it is programmed: usually it goes to the end of the line.`,
+      `${heir} is asked whether it is ready. If it does not confirm within 10 s, ${leader} keeps ${name}.`,
+      `${leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end.`,
+      `${heir} leads, with a token above ${row.token}. In between nobody leads, usually for a few milliseconds.`,
+      `${leader} does as it is programmed: usually it goes to the end of the line.`,
     ],
-    note: `If ${row.leader} hangs, it keeps ${row.name} until its lease ends (${wait} after its last renewal). Late writes with token ${row.token} are refused wherever tokens are checked.`,
+    note: `If ${leader} hangs, it keeps ${name} until its lease ends (${wait} after its last renewal). Late writes with token ${row.token} are refused wherever tokens are checked.`,
     command: `doyen transfer ${quoted(row.name)} --to ${quoted(to)}${lock}`,
-    label: `Hand over to ${to}`,
+    label: `Hand over to ${heir}`,
     request: { action: 'transfer', kind: row.kind, name: row.name, to, token: row.token },
   });
 }
 
 export function resign(row) {
-  const lock = row.kind === 'locks' ? ' --lock' : '', next = row.next[0];
+  const name = said(row.name), leader = said(row.leader);
+  const lock = row.kind === 'locks' ? ' --lock' : '', next = row.next[0] && said(row.next[0]);
   confirm({
-    title: `Have ${row.leader} resign from ${row.name}?`,
+    title: `Have ${leader} resign from ${name}?`,
     steps: [
-      `${row.leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end within 10 s; otherwise this fails and ${row.leader} keeps ${row.name}.`,
+      `${leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end within 10 s; otherwise this fails and ${leader} keeps ${name}.`,
       next ? `${next}, first in line, leads with a token above ${row.token}.` : `Nobody is in line: nobody ${row.kind === 'elections' ? 'leads' : 'has it'} until somebody stands.`,
-      `${row.leader} does as it is programmed: it may stand again.`,
+      `${leader} does as it is programmed: it may stand again.`,
     ],
     note: `Late writes with token ${row.token} are refused wherever tokens are checked.`,
     command: `doyen resign ${quoted(row.name)}${lock}`,

@@ -1,7 +1,7 @@
 // The list of elections: as many rows in the document as fit, whatever the number of elections.
 
 import { FAILED, TAGS, Tip, describe, drawAxis, drawLane } from './timeline.js';
-import { $, el, hue, name, span, thousands } from './text.js';
+import { $, el, hue, name, plain, span, thousands } from './text.js';
 import { isLive, known, now, post, state } from './state.js';
 
 const scroll = $('scroll'), pad = $('pad'), pool = [];
@@ -145,11 +145,9 @@ function fill(d) {
   d.className = `row cols ${how}`;
   p.dot.className = `dot ${{ led: '', lost: 'bad', free: 'free', unknown: 'unknown' }[how]}`;
   p.lock.style.display = row.kind === 'elections' ? 'none' : '';
-  p.text.textContent = row.name;
-  p.text.title = row.name.slice(0, 200);
+  p.text.textContent = p.text.title = plain(row.name);
   const who = how === 'unknown' ? 'unknown' : row.leader ?? (how === 'lost' ? 'nobody' : 'free');
-  p.wn.textContent = who;
-  p.phone.textContent = who;
+  p.wn.textContent = p.phone.textContent = plain(who);
   p.sw.style.display = row.leader != null && how === 'led' ? '' : 'none';
   if (row.leader != null) p.sw.style.background = hue(row.leader);
   p.tok.textContent = row.token ?? '–';

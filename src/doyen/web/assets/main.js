@@ -1,7 +1,7 @@
 // The page of a store: header, summary, keys, and when what is drawn again.
 
 import { CAUSES, FAILED } from './timeline.js';
-import { $, calm, clock, el, many, span, thousands } from './text.js';
+import { $, calm, clock, el, many, said, span, thousands } from './text.js';
 import { follow, health, isLive, isWaiting, known, now, onChange, state } from './state.js';
 import * as list from './list.js';
 import { detail, lease } from './detail.js';
@@ -45,11 +45,12 @@ function partial(stale) {
 }
 
 function summary() {
-  let led = 0, elections = 0, locks = 0, gap = 0, failovers = 0;
+  let led = 0, elections = 0, locks = 0, gap = 0, unknown = 0, failovers = 0;
   const newest = [], hour = now() - 3600;   // the two newest changes of leader
   for (const row of state.rows.values()) {
-    if (row.kind === 'elections') { elections++; if (row.leader != null) led++; } else locks++;
-    if (list.condition(row) === 'lost') gap++;
+    const how = list.condition(row);
+    if (row.kind === 'elections') { elections++; if (how === 'led') led++; if (how === 'unknown') unknown++; } else locks++;
+    if (how === 'lost') gap++;
     for (let k = row.terms.length - 1; k >= 0; k--) {
       const term = row.terms[k];
       if (term[3] != null && term[3] < hour) break;
@@ -60,7 +61,7 @@ function summary() {
   }
   const b = $('s-led');
   b.textContent = thousands(led);
-  b.append(el('small', '', ` of ${thousands(elections)}${locks ? `, and ${many(locks, 'lock')}` : ''}`));
+  b.append(el('small', '', ` of ${thousands(elections)}${unknown ? `, ${thousands(unknown)} unknown` : ''}${locks ? `, and ${many(locks, 'lock')}` : ''}`));
   $('s-gap').textContent = thousands(gap);
   $('st-gap').classList.toggle('bad', gap > 0);
   $('s-fail').textContent = thousands(failovers);
@@ -71,8 +72,8 @@ function summary() {
     const term = row.terms[k], next = row.terms[k + 1], line = el('div', 'clip');
     line.dir = 'auto';
     line.append(el('span', 'mono', clock(at)), next
-      ? `${row.name}: ${term[0]} → ${next[0]}, ${CAUSES[term[4]]}, ${next[2] - term[3] < .0015 ? 'no gap' : `${span(next[2] - term[3])} without a leader`}`
-      : `${row.name} has no leader: ${CAUSES[term[4]]}`);
+      ? `${said(row.name)}: ${said(term[0])} → ${said(next[0])}, ${CAUSES[term[4]]}, ${next[2] - term[3] < .0015 ? 'no gap' : `${span(next[2] - term[3])} without a leader`}`
+      : `${said(row.name)} has no leader: ${CAUSES[term[4]]}`);
     return line;
   });
   const text = lines.map(line => line.textContent).join('\n');
@@ -89,10 +90,15 @@ function drawAround() {
   if (around) return;
   around = setTimeout(() => { around = 0; summary(); headline(); drawPanels(); }, document.body.dataset.painted ? 200 : 0);
 }
+// Thousands of rows are sorted anew twice a second at most: nobody can follow rows that move more often.
+let sorting = 0;
+function sortSoon() {
+  if (!sorting) sorting = setTimeout(() => { sorting = 0; list.reorder(); list.layout(); }, 500);
+}
 onChange(() => {
   if (state.listChanged) { state.listChanged = false; list.reorder(); state.changed.clear(); list.fitRange(); list.layout(); list.lanes(); detail(); }
   else if (state.changed.size) {
-    if (list.view.sort !== 'name') list.reorder();
+    if (list.view.sort !== 'name') sortSoon();
     list.layout(state.changed);
     if (state.changed.has(list.view.selected)) detail();
     state.changed.clear();

@@ -1,6 +1,6 @@
 // Groups, shards, configurations, the nodes of a quorum, and the processes of `doyen up`.
 
-import { $, clock, day, el, many, name, size, span, thousands } from './text.js';
+import { $, clock, day, el, many, name, plain, said, size, span, thousands } from './text.js';
 import { get, isLive, known, now, state } from './state.js';
 import { close, confirm, open, perform, quoted, whyNot } from './dialog.js';
 import { tip } from './list.js';
@@ -65,7 +65,7 @@ function makeMember() {
   row.append(dot, who, beat, ago);
   row.show = member => {
     m = member;
-    if (who.textContent !== m.name) who.textContent = m.name;
+    if (who.textContent !== plain(m.name)) who.textContent = plain(m.name);
     if (beats !== m.beats) { beats = m.beats; beat.replaceChildren(...[...beats.padStart(12, ' ')].map(b => el('i', b === 'l' ? 'late' : b === ' ' ? 'none' : ''))); }
     row.update();
   };
@@ -79,7 +79,7 @@ function makeMember() {
     const label = `${m.name}, ${what}`;
     if (row.getAttribute('aria-label') !== label) row.setAttribute('aria-label', label);
   };
-  const tell = (x, y) => tip.show([{ cls: 'head', text: m.name }, { cls: 'muted', text: what }, { cls: 'cause', text: `incarnation ${m.incarnation}, ${m.by}` }, { cls: 'mono', text: m.meta }], x, y);
+  const tell = (x, y) => tip.show([{ cls: 'head', text: plain(m.name) }, { cls: 'muted', text: what }, { cls: 'cause', text: `incarnation ${m.incarnation}, ${m.by}` }, { cls: 'mono', text: plain(m.meta) }], x, y);
   row.onpointerenter = event => tell(event.clientX, row.getBoundingClientRect().bottom - 12);
   row.onpointerleave = event => { if (event.pointerType !== 'touch') tip.hide(); };
   row.onfocus = () => { const box = row.getBoundingClientRect(); tell((box.left + box.right) / 2, box.bottom - 12); };
@@ -101,7 +101,7 @@ function drawShards(value) {
 }
 function drawSet() {
   const set = sets[chosen];
-  $('shards-sub').textContent = `${sets.length < 2 ? `set ${set.name}, ` : ''}${many(set.count, 'shard')}`;
+  $('shards-sub').textContent = `${sets.length < 2 ? `set ${said(set.name)}, ` : ''}${many(set.count, 'shard')}`;
   const without = set.owners.filter(o => o < 0).length;
   $('shards-state').textContent = [set.paused && 'paused', set.moves.length && `${set.moves.length} moving`, without && `${without} without an owner`].filter(Boolean).join(', ') || 'at rest';
   const counts = new Array(set.names.length).fill(0), off = whyNot();
@@ -126,7 +126,7 @@ function drawSet() {
   }));
   const lines = set.moves.slice(0, 4).map(([n, from, to, way]) => {
     const line = el('div'); line.dir = 'auto';
-    line.append(el('b', '', n), `  ${set.names[from] ?? 'nobody'} → ${set.names[to]}, ${way}`);
+    line.append(el('b', '', n), `  ${from < 0 ? 'nobody' : said(set.names[from])} → ${said(set.names[to])}, ${way}`);
     return line;
   });
   for (const [n, why] of Object.entries(set.aside).slice(0, 3)) lines.push(el('div', 'red', `${n} is set aside: ${why}`));
@@ -183,9 +183,9 @@ function cellAt(event) {
 }
 function tellShard(n) {
   const set = sets[chosen], owner = set.owners[n], move = set.moves.find(m => m[0] === n), planned = set.planned[n];
-  const lines = [{ cls: 'head', text: `Shard ${n}` }, { cls: 'muted', text: owner < 0 ? 'no owner' : `${set.names[owner]}, token ${set.tokens[n]}` }];
-  if (move) lines.push({ cls: 'cause', text: `moves to ${set.names[move[2]]}: ${move[3]}` });
-  else if (planned >= 0 && planned !== owner) lines.push({ cls: 'cause', text: `planned for ${set.names[planned]}` });
+  const lines = [{ cls: 'head', text: `Shard ${n}` }, { cls: 'muted', text: owner < 0 ? 'no owner' : `${said(set.names[owner])}, token ${set.tokens[n]}` }];
+  if (move) lines.push({ cls: 'cause', text: `moves to ${said(set.names[move[2]])}: ${move[3]}` });
+  else if (planned >= 0 && planned !== owner) lines.push({ cls: 'cause', text: `planned for ${said(set.names[planned])}` });
   if (set.aside[n]) lines.push({ cls: 'cause red', text: `set aside: ${set.aside[n]}` });
   return lines;
 }
@@ -220,7 +220,7 @@ function moveShard(n) {
   const a = el('label', '', 'Shard '), b = el('label', '', ' to ');
   a.append(which); b.append(to); form.append(a, b);
   confirm({
-    title: `Move a shard of ${set.name}?`, extra: form,
+    title: `Move a shard of ${said(set.name)}?`, extra: form,
     steps: [
       'The member becomes the preferred owner of the shard, until that is changed.',
       'The controller plans the move. The new owner prepares; until it is ready, nothing changes for the old one.',
@@ -235,21 +235,21 @@ function moveShard(n) {
 function drain(set, who, undo, owns) {
   if (undo) {
     confirm({
-      title: `Let ${who} own shards of ${set.name} again?`,
-      steps: [`${who} gets the weight that it states itself.`, 'The controller may move shards to it, a few at a time.'],
+      title: `Let ${said(who)} own shards of ${said(set.name)} again?`,
+      steps: [`${said(who)} gets the weight that it states itself.`, 'The controller may move shards to it, a few at a time.'],
       command: `doyen shards ${quoted(set.name)} drain ${quoted(who)} --undo`, label: 'Undo the drain',
       request: { action: 'undrain', set: set.name, member: who },
     });
     return;
   }
   confirm({
-    title: `Drain ${who} of the shards of ${set.name}?`,
+    title: `Drain ${said(who)} of the shards of ${said(set.name)}?`,
     steps: [
-      `${who} gets the weight 0. If no other member could own its shards, nothing is changed.`,
-      `Its ${many(owns, 'shard')} move to others, a few at a time. Each new owner prepares before ${who} ends its work for that shard.`,
-      `${who} stays a member, and owns nothing until the drain is undone.`,
+      `${said(who)} gets the weight 0. If no other member could own its shards, nothing is changed.`,
+      `Its ${many(owns, 'shard')} move to others, a few at a time. Each new owner prepares before ${said(who)} ends its work for that shard.`,
+      `${said(who)} stays a member, and owns nothing until the drain is undone.`,
     ],
-    command: `doyen shards ${quoted(set.name)} drain ${quoted(who)}`, label: `Drain ${who}`,
+    command: `doyen shards ${quoted(set.name)} drain ${quoted(who)}`, label: `Drain ${said(who)}`,
     request: { action: 'drain', set: set.name, member: who },
   });
 }

@@ -92,7 +92,7 @@ document.addEventListener('visibilitychange', () => {
 async function stream() {
   const abort = current = new AbortController();
   let timer = 0;
-  const alive = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(), SILENT_MS); };
+  const alive = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(new Error(`nothing was heard for ${SILENT_MS / 1000} s`)), SILENT_MS); };
   alive();
   try {
     const answer = await fetch('api/stream', { headers, cache: 'no-store', signal: abort.signal });

@@ -10,9 +10,20 @@ export function el(tag, cls, text) {
   return node;
 }
 
+// A text of others as it is shown: what cannot be seen, or would turn the direction of what follows,
+// is a mark, and a name of blanks stands in quotes.
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/g;
+export function plain(text) {
+  const shown = String(text).replace(UNSEEN, '\ufffd');
+  return shown.trim() || !shown ? shown : `“${shown}”`;
+}
+// The same within a sentence: what is written from right to left is isolated in its direction.
+const LEFTWARD = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
+export const said = text => LEFTWARD.test(text) ? `\u2068${plain(text)}\u2069` : plain(text);
+
 // A text of others: clipped by the layout, and isolated in its direction.
 export function name(text, cls = '') {
-  const node = el('span', `clip ${cls}`, text);
+  const node = el('span', `clip ${cls}`, plain(text));
   node.dir = 'auto';
   return node;
 }
@@ -41,8 +52,9 @@ export const thousands = n => String(n).replace(/\B(?=(\d{3})+$)/g, ',');
 export const many = (n, one, more = `${one}s`) => `${thousands(n)} ${n === 1 ? one : more}`;
 export const size = b => b >= 1e9 ? `${(b / 1e9).toFixed(1)} GB` : b >= 1e6 ? `${(b / 1e6).toFixed(1)} MB` : `${Math.ceil(b / 1e3)} kB`;
 
-// One name, one colour, in every row. The first eight names have different ones.
-const HUES = 8, hues = new Map(), used = new Array(HUES).fill(0);
+// One name, one colour, in every row. The first eight names have different ones. The names that were
+// seen first are forgotten if there are ever new ones.
+const HUES = 8, KNOWN = 2000, hues = new Map(), used = new Array(HUES).fill(0);
 export function hue(who) {
   let h = hues.get(who);
   if (h == null) {
@@ -53,6 +65,7 @@ export function hue(who) {
     while (used[h] > least) h = (h + 1) % HUES;
     used[h]++;
     hues.set(who, h);
+    if (hues.size > KNOWN) { const [first, its] = hues.entries().next().value; hues.delete(first); used[its]--; }
   }
   return `var(--l${h})`;
 }

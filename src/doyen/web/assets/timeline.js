@@ -3,7 +3,7 @@
 // A term is [name, token, since, until | null, cause, why, exact]. A view is
 // {from, to, known}: the times at both ends of the lane, and until when anything is known.
 
-import { clock, date, day, el, hue, span } from './text.js';
+import { clock, date, day, el, hue, plain, said, span } from './text.js';
 
 export const FAILED = new Set(['expired', 'died', 'lost', 'violation']);
 export const TAGS = {   // the same in a word
@@ -40,7 +40,7 @@ export function drawLane(lane, terms, view, width, marks = []) {
       else if (overlap(term, terms[k + 1])) bar.classList.add('upper');
       place(bar, left, Math.max(1.5, right - left));
       bar.style.background = hue(who);
-      if (right - left > LABEL) { bar.textContent = who; bar.dir = 'auto'; }
+      if (right - left > LABEL) { bar.textContent = plain(who); bar.dir = 'auto'; }
       bar.dataset.k = k;
       parts.push(bar);
     }
@@ -109,22 +109,22 @@ export function describe(terms, k, gap, known) {
     const lines = [
       { cls: 'head', text: `Nobody led for ${span(Math.max(0, to - until))}` },
       { cls: 'muted', text: `${clock(until, 1)} to ${next ? clock(next[2], 1) : 'now'}` },
-      { cls: 'cause red', text: why },
+      { cls: 'cause red', text: plain(why) },
     ];
-    if (next) lines.push({ cls: '', text: `Then ${next[0]}, token ${next[1]}.` });
+    if (next) lines.push({ cls: '', text: `Then ${said(next[0])}, token ${next[1]}.` });
     return lines;
   }
   const before = terms[k - 1], end = until ?? known;
   const from = exact ? clock(since) : `before ${clock(since)}`;
   const lines = [
-    { cls: 'head', text: `${who}, token ${token}` },
+    { cls: 'head', text: `${said(who)}, token ${token}` },
     { cls: 'muted', text: `${from} to ${until == null ? 'now' : clock(until)}, ${exact ? '' : 'at least '}${span(Math.max(0, end - since))}` },
   ];
   if (before && before[3] != null && since >= before[3]) {
     const gone = since - before[3];
-    lines.push({ cls: 'cause muted', text: `Began after ${before[0]}: ${CAUSES[before[4]] || before[4]}, ${gone < .0015 ? 'at once' : `${span(gone)} without a leader`}.` });
+    lines.push({ cls: 'cause muted', text: `Began after ${said(before[0])}: ${CAUSES[before[4]] || before[4]}, ${gone < .0015 ? 'at once' : `${span(gone)} without a leader`}.` });
   }
-  lines.push({ cls: before ? '' : 'cause', text: until == null ? 'Leads now.' : why || CAUSES[cause] || cause });
+  lines.push({ cls: before ? '' : 'cause', text: until == null ? 'Leads now.' : plain(why) || CAUSES[cause] || cause });
   return lines;
 }
 

@@ -56,7 +56,7 @@ const ACTS = {
   power: 'cut the power of',
   pause: 'pause',
   partition: 'cut off',
-  oneway: 'lose what goes from, to',
+  oneway: 'lose messages',
   rate: 'speed up the clock of',
   stall: 'slow the disk of',
   drop: 'drop message',
@@ -108,7 +108,7 @@ function makeDoing() {
         el(
           'span',
           'name',
-          `${ACTS[f.kind] || f.kind} ${f.kind === 'drop' ? f.amount : (f.nodes || []).join(', ')}${f.for_s && !['drop'].includes(f.kind) ? `, ${f.for_s < 60 ? f.for_s + ' s' : 'for good'}` : ''}`,
+          `${ACTS[f.kind] || f.kind} ${f.kind === 'drop' ? f.amount : (f.nodes || []).join(f.kind === 'oneway' ? ' → ' : ', ')}${f.for_s && !['drop'].includes(f.kind) ? `, ${f.for_s < 60 ? f.for_s + ' s' : 'for good'}` : ''}`,
         ),
         b,
       );

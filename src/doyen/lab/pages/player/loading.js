@@ -16,6 +16,7 @@ function makeScenes(number) {
 function load(number, keep) {
   playing = false;
   $('go').replaceChildren(icon('play'));
+  $('go').setAttribute('aria-label', 'Play');
   hot = pinned = null;
   $('card').hidden = true;
   drawn = false;
