@@ -199,6 +199,25 @@ async def test_a_view_of_thousands_draws_what_fits(
     assert max(drawn) == 9
 
 
+@virtual
+async def test_on_a_narrow_terminal_each_election_is_one_line(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folded cells would be unreadable, and would push elections off the screen."""
+    out, session = io.StringIO(), await place.open()
+    terminal = Console(file=out, force_terminal=True, width=40, height=14)
+    monkeypatch.setattr(_screen, "console", lambda: terminal)
+    rows = [[f"{n}-{'long' * 20}", "server", f"{n}", "2026-11-16 19:01:16", ""] for n in range(6)]
+    table = Table(["election", "leader", ">token", "since", "waiting"], rows)
+    await show_stream(session, states("s"), lambda _: View("t", [table]), fields, as_json=False)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).rpartition("as of")[2]
+    lines = last.splitlines()
+    assert [line.split() for line in lines if "server" in line] == [
+        [f"{n}-{'long' * 20}"[:22] + "…", "server", f"{n}"] for n in range(6)
+    ]
+    assert len(lines) <= 14
+
+
 def test_changes_of_a_group() -> None:
     lost = Unreachable(LOST.since, (Member("w1", 7),), "no answer")
     assert change_text(lost).endswith("; last known: 1 members")

@@ -108,6 +108,11 @@ def printable(what: object) -> str:
     )
 
 
+NAME, TIME, GAP = 12, 19, 3
+"""The least widths of the first two columns of a table, which are names, and of the others, and the
+space between two."""
+
+
 @dataclass(slots=True)
 class Table:
     """A table for either console. Cells must be printable.
@@ -123,6 +128,9 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
     styles: dict[int, str] = field(default_factory=dict)
     """Styles of rows, by row number."""
+    within: int | None = field(default=None, repr=False)
+    """The width of a terminal on which each row is one line: names are clipped, and columns that
+    find no room are left out. Without it, long cells take several lines."""
 
     def first(self, number: int) -> Table:
         """A table of that many rows: those with a style, which are notable, and then the others.
@@ -133,7 +141,7 @@ class Table:
         others = (row for row in range(len(self.rows)) if row not in self.styles)
         kept = [*sorted(self.styles), *others][:number]
         styles = {at: self.styles[row] for at, row in enumerate(kept) if row in self.styles}
-        return Table(self.headings, [self.rows[row] for row in kept], styles)
+        return Table(self.headings, [self.rows[row] for row in kept], styles, self.within)
 
     def __str__(self) -> str:
         lines = [[heading.lstrip(">") for heading in self.headings], *self.rows]
@@ -153,14 +161,40 @@ class Table:
         from rich.text import Text
 
         table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-        for heading in self.headings:
+        widths = None if self.within is None else self._clipped(self.within)
+        given: Sequence[int | None] = widths or [None] * len(self.headings)
+        for heading, width in zip(self.headings, given, strict=False):
             right = heading.startswith(">")
             table.add_column(
-                Text(heading.lstrip(">")), justify="right" if right else "left", overflow="fold"
+                Text(heading.lstrip(">")),
+                justify="right" if right else "left",
+                overflow="fold" if width is None else "ellipsis",
+                width=width,
+                no_wrap=width is not None,
             )
         for number, row in enumerate(self.rows):
-            table.add_row(*map(Text, row), style=self.styles.get(number))
+            shown = row if widths is None else row[: len(widths)]
+            table.add_row(*map(Text, shown), style=self.styles.get(number))
         return table
+
+    def _clipped(self, within: int) -> list[int]:
+        """The widths of the columns that find room in so many columns of a terminal.
+
+        >>> table = Table(["name", "leader", ">token", "since"], [["x" * 50, "a", "7", "x" * 19]])
+        >>> table._clipped(40)
+        [23, 6, 5]
+        """
+        lines = [[heading.lstrip(">") for heading in self.headings], *self.rows]
+        widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+        least = [min(width, NAME if at < 2 else TIME) for at, width in enumerate(widths)]
+        while len(widths) > 1 and sum(least) + GAP * (len(widths) - 1) > within:
+            del widths[-1], least[-1]
+        over = sum(widths) + GAP * (len(widths) - 1) - within
+        for at in sorted(range(len(widths)), key=lambda at: least[at] - widths[at]):
+            cut = max(0, min(over, widths[at] - least[at]))
+            widths[at] -= cut
+            over -= cut
+        return [max(1, width) for width in widths]
 
 
 def _width(text: str) -> int:

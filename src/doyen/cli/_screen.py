@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -149,20 +150,23 @@ class _Live:
             Text(self._view.title, style="bold red" if self._lost else "bold"),
             Text(f"as of {as_of}; Ctrl-C ends", style="dim"),
         ]
-        for part in fitting(self._view.parts, self._live.console.size.height - len(parts)):
+        size = self._live.console.size
+        above = sum(-(-len(line) // max(1, size.width)) or 1 for line in parts)
+        for part in fitting(self._view.parts, size.height - above, size.width):
             parts += [Text(), Text(part) if isinstance(part, str) else part]
         self._live.update(Group(*parts), refresh=True)
 
 
-def fitting(parts: Sequence[object], lines: int) -> list[object]:
-    """What fits on a screen of so many lines: of a long table the notable rows, and as many of the
-    others as there is room for. Thousands of rows would take seconds to draw."""
+def fitting(parts: Sequence[object], lines: int, width: int) -> list[object]:
+    """What fits on a screen of so many lines and columns: of a long table the notable rows, and as
+    many of the others as there is room for. Thousands of rows would take seconds to draw."""
     shown: list[object] = []
     for part in parts:
         if not isinstance(part, Table):
             shown.append(part)
             lines -= 2
             continue
+        part = replace(part, within=width)  # noqa: PLW2901
         room = max(1, lines - 5)  # an empty line, two of headings, and an empty one before the rest
         if len(part.rows) <= room:
             shown.append(part)
