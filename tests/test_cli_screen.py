@@ -7,7 +7,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -207,6 +207,7 @@ async def test_on_a_narrow_terminal_each_election_is_one_line(
     out, session = io.StringIO(), await place.open()
     terminal = Console(file=out, force_terminal=True, width=40, height=14)
     monkeypatch.setattr(_screen, "console", lambda: terminal)
+    rows: list[Sequence[str]]
     rows = [[f"{n}-{'long' * 20}", "server", f"{n}", "2026-11-16 19:01:16", ""] for n in range(6)]
     table = Table(["election", "leader", ">token", "since", "waiting"], rows)
     await show_stream(session, states("s"), lambda _: View("t", [table]), fields, as_json=False)

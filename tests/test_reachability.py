@@ -19,6 +19,7 @@ from doyen import (
     Session,
     SessionClosed,
     StoreUnavailable,
+    StoreUnusable,
     Unreachable,
 )
 from doyen.lease.keeper import Reachability
@@ -156,6 +157,27 @@ async def test_what_changed_meanwhile_is_told_when_the_store_answers(place: Plac
     stop.set()
     await leading
     await seen.stop()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@virtual
+async def test_an_observer_of_a_store_that_refuses_to_answer_gets_the_error(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that waits for a notification: nothing will notify it any more."""
+    session = await place.open()
+    seen = Seen(STREAMS[name][0](session))
+    await asyncio.sleep(2 * TTL_S)
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise StoreUnusable("the file was replaced")
+
+    for call in ("get", "list"):
+        monkeypatch.setattr(core_of(session).store, call, refuse)
+    await asyncio.wait({seen._task}, timeout=TTL_S)
+    assert seen._task.done()
+    with pytest.raises(StoreUnusable, match="replaced"):
+        await seen._task
 
 
 @virtual

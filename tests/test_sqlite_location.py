@@ -250,6 +250,8 @@ async def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_pat
                 await store.create("k", b"v", lease)
             with pytest.raises(LeaseGone, match="removed or replaced"):
                 await store.renew(lease)
+            with pytest.raises(StoreUnusable, match="removed or replaced"):
+                await store.get("k")  # what others write is in another file
         path.unlink()
         (tmp_path / "away.db").rename(path)
         await store.renew(lease)

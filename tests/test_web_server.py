@@ -326,6 +326,41 @@ async def test_a_store_that_takes_long_to_answer_is_no_page_without_a_server(
                 break
 
 
+def move_away(path: Path) -> None:
+    for file in path.parent.glob(f"{path.name}*"):
+        file.rename(file.with_name(f"away-{file.name}"))
+
+
+async def test_a_store_whose_file_was_replaced_is_opened_again(tmp_path: Path) -> None:
+    """Nobody would see the changes in the other file; what was in the first one is gone."""
+    path = tmp_path / "x.db"
+    observation, url = StoreObservation(f"sqlite://{path}"), f"sqlite://{path}"
+    rows = observation.board.rows
+
+    def health() -> dict[str, Any]:
+        return {"error": "", **observation.board.topics.get("health", {})}
+
+    async def lead(election: str) -> None:
+        async with doyen.connect(url) as session, session.campaign(election, name="a"):
+            await until(lambda: f"elections/{election}" in rows, 20)
+
+    async with doyen.connect(url):
+        pass
+    running = asyncio.ensure_future(observation.run())
+    try:
+        await lead("first")
+        move_away(path)
+        await until(lambda: "removed or replaced" in health()["error"], 20)
+        assert not health()["reachable"]
+        assert health()["as_of"] is not None
+        await lead("second")
+        assert list(rows) == ["elections/second"]
+        assert health()["reachable"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_page_of_processes_whose_terminal_has_stopped_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -120,6 +120,9 @@ class _Observation(Generic[T]):
     def reachable(self) -> None:
         self.changed.set()
 
+    def read_again(self) -> None:
+        self.changed.set()
+
 
 async def observe(
     calls: StoreCalls,

@@ -143,6 +143,10 @@ class Observer(Protocol):
         """The store answers again."""
         ...
 
+    def read_again(self) -> None:
+        """The store answers with an error, which the observer gets by a call of its own."""
+        ...
+
 
 class _Failures:
     """For how long the calls of one observer have failed without an answer between them."""
@@ -271,8 +275,10 @@ class Reachability:
             except TimeoutError:
                 self._error = self._error or "the store does not answer"
             except StoreError as error:
-                # Each observer finds out by its own calls.
+                # Each observer finds out by its own calls, and one that waits makes none.
                 log.debug("%s", log_line(event="check_failed", error=error))
+                for observer in list(self._observers):
+                    observer.read_again()
                 await asyncio.sleep(timing.ttl_s / 3)
                 continue
             failed_after = last

@@ -461,6 +461,10 @@ class ConfigReader(Generic[T]):
         """The store answers again."""
         self._notice(Reachable(self._store.core.runtime.clock.wall()))
 
+    def read_again(self) -> None:
+        """The store answers with an error, which is raised by the next read."""
+        self._changed.set()
+
     def _notice(self, notice: Notice[T]) -> None:
         self._notices.append(notice)
         self._changed.set()

@@ -89,6 +89,13 @@ class Board:
             page.rows[key] = None
             page.wake.set()
 
+    def forget_rows(self) -> None:
+        """All rows are gone."""
+        for key in list(self.rows):
+            del self.rows[key]
+            self.row_changed(key)
+        self.leases.clear()
+
     def set(self, topic: str, value: Any) -> None:
         """Replace a topic; pages are told if it differs."""
         if topic in self.topics and self.topics[topic] == value:

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from doyen.election.core import SessionCore
 from doyen.election.trail import decode_trail
-from doyen.errors import StoreError
+from doyen.errors import StoreError, StoreUnusable
 from doyen.events import LeaseEnded, Record
 from doyen.events.log_lines import log_line
 from doyen.model import Claim, Entry, Kind, Order, Version, leader_key, trail_key
@@ -201,6 +201,8 @@ class Hub:
                 await self.call(self.core.store.get(key))
                 await self._look_at_leases()
                 await self._read_trails()
+            except StoreUnusable:
+                raise  # it has to be opened again
             except StoreError:
                 if self._since is None and self._now() - self._answered > SILENT_S:
                     self._since = self._answered_at

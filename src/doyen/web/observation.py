@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from doyen.election.options import SessionSettings
-from doyen.errors import OutcomeUnknown, StoreUnavailable
+from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import InlineRuntime
@@ -23,12 +23,19 @@ from doyen.web.panels import panels_of
 from doyen.web.terms import clipped
 from doyen.web.trail import AuditTrail
 
-__all__ = ["StoreObservation"]
+__all__ = ["StoreObservation", "only_error"]
 
 AGAIN_S = 1.0
 """The pause before a store that could not be opened is tried again."""
 PROCESSES_S = 0.2
 """How often the processes of `doyen up` are looked at."""
+
+
+def only_error(error: BaseException) -> BaseException:
+    """The one error of a group of tasks."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 class StoreObservation:
@@ -49,6 +56,7 @@ class StoreObservation:
         self.hub: Hub | None = None
         self._clock = SystemClock()
         self.board = Board(self._clock.wall)
+        self._opened = False
         self.tried = asyncio.Event()
         """The store was opened, or does not answer."""
         self._audit = audit
@@ -66,6 +74,11 @@ class StoreObservation:
                 except (StoreUnavailable, OutcomeUnknown) as error:
                     self.tried.set()
                     self._tell_unreachable(began, str(error))
+                except (StoreUnusable, BaseExceptionGroup) as error:
+                    why = only_error(error)
+                    if not self._opened or not isinstance(why, StoreUnusable):
+                        raise
+                    self._tell_unreachable(began, str(why))  # as a file that was replaced
                 await asyncio.sleep(AGAIN_S)
 
     async def _tell_silence(self, began: float) -> None:
@@ -75,8 +88,16 @@ class StoreObservation:
             self._tell_unreachable(began, "it has not answered yet")
 
     def _tell_unreachable(self, since: float, error: str) -> None:
-        health = {"reachable": False, "as_of": None, "since": since, "error": clipped(error)}
-        self.board.set("health", health)
+        as_of = self.board.topics.get("health", {}).get("as_of")
+        self.board.set(
+            "health",
+            {
+                "reachable": False,
+                "as_of": as_of,
+                "since": since if as_of is None else as_of,
+                "error": clipped(error),
+            },
+        )
 
     async def _observe(self) -> None:
         def sink(record: Record) -> None:
@@ -89,6 +110,8 @@ class StoreObservation:
             hub = Hub(session._opened, self.board)
             self.session, self.hub = session, hub
             self.tried.set()
+            self._opened = True
+            self.board.forget_rows()  # of a store that was there before
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(hub.run())

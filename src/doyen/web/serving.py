@@ -106,6 +106,7 @@ async def serve(
 ) -> None:
     """Serve until cancelled. `ready` is called when the page is served and the store was tried, so
     not if there is no such store; for one that takes long to answer it does not wait."""
+    from doyen.web.observation import only_error
     from doyen.web.server import make_app
 
     started = asyncio.Event()
@@ -134,7 +135,7 @@ async def serve(
         await asyncio.wait({serving, observing, announcing})
     for task in (serving, observing, announcing):
         if not task.cancelled() and (error := task.exception()) is not None:
-            raise _cause(error)
+            raise only_error(error)
 
 
 def http_server(app: ASGIApp, ready: Callable[[], None]) -> uvicorn.Server:
@@ -163,13 +164,6 @@ def http_server(app: ASGIApp, ready: Callable[[], None]) -> uvicorn.Server:
         timeout_graceful_shutdown=1,
     )
     return CommandServer(config)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The one error of a group of tasks."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 class PageThread:
