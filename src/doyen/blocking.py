@@ -35,6 +35,7 @@ from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlocki
 from doyen.errors import ConfigError, SessionClosed, did_you_mean
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import ThreadRuntime
+from doyen.manage.joining import BlockingJoining
 from doyen.manage.members import MemberView
 from doyen.model import (
     Candidate,
@@ -62,12 +63,11 @@ from doyen.term import Term, TermState
 
 if TYPE_CHECKING:
     from doyen.manage import (
-        BlockingOwning,
         BlockingShardSet,
         Inventory,
         InventoryKind,
         MemberOptions,
-        MemberSettings,
+        OwnedShards,
         OwnerOptions,
         Prepare,
         Registration,
@@ -263,7 +263,9 @@ class BlockingSession(_SessionState):
         """The current leader and line, then every change."""
         return self._observe(lambda core, deliver: observe_line(core, election, kind, deliver))
 
-    def member(self, group: str, **options: Unpack[MemberOptions]) -> BlockingJoining:
+    def member(
+        self, group: str, **options: Unpack[MemberOptions]
+    ) -> BlockingJoining[BlockingGroupMember]:
         """Be a member of `group` for the duration of a scope; see `Session.member`. The health
         check is an ordinary function, called on a thread of its own."""
         settings = manage.MemberSettings(group=group, **options)
@@ -272,7 +274,13 @@ class BlockingSession(_SessionState):
                 "a blocking session has no loop for a health check that is a coroutine function:"
                 " give it an ordinary function"
             )
-        return BlockingJoining(self._opened, self._runtime, settings)
+        core = self._opened
+
+        def make() -> tuple[Registration, BlockingGroupMember]:
+            registration = manage.Registration(core, settings)
+            return registration, BlockingGroupMember(registration)
+
+        return BlockingJoining(core, make)
 
     def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
@@ -321,7 +329,7 @@ class BlockingSession(_SessionState):
         *,
         prepare: Prepare | None = None,
         **options: Unpack[OwnerOptions],
-    ) -> BlockingOwning:
+    ) -> BlockingJoining[OwnedShards]:
         """Own shards of a set for the duration of a scope; see `Session.own_shards`.
 
         `body` runs on a thread of its own for each shard. It has to end when `term.valid` turns
@@ -330,8 +338,9 @@ class BlockingSession(_SessionState):
         core, settings = self._opened, manage.OwnerSettings(shards=shards, **options)
         if inspect.iscoroutinefunction(body) or inspect.iscoroutinefunction(prepare):
             raise ConfigError("a blocking session runs ordinary functions, not coroutine functions")
-        return manage.BlockingOwning(
-            core, settings, lambda: manage.ThreadBodies(self._runtime, body, prepare)
+        return BlockingJoining(
+            core,
+            lambda: manage.own(core, settings, manage.ThreadBodies(self._runtime, body, prepare)),
         )
 
     def shards(self, shards: str) -> BlockingShardSet:
@@ -393,39 +402,6 @@ class BlockingSession(_SessionState):
                 yield change
         finally:
             observing.cancel()
-
-
-class BlockingJoining:
-    """Membership in a group as a scope. Made by `BlockingSession.member`."""
-
-    def __init__(self, core: SessionCore, runtime: ThreadRuntime, settings: MemberSettings) -> None:
-        self._core = core
-        self._runtime = runtime
-        self._settings = settings
-        self._registration: Registration | None = None
-
-    def __enter__(self) -> BlockingGroupMember:
-        if self._registration is not None:
-            raise SessionClosed("the scope of a member is entered once; make another")
-        core, runtime = self._core, self._runtime
-        core.check_open()
-        registration = self._registration = manage.Registration(core, self._settings)
-        runtime.retain()
-        try:
-            runtime.do_blocking(core.run(registration.join))
-        except BaseException:
-            runtime.finish_blocking(registration.leave())
-            runtime.release()
-            raise
-        return BlockingGroupMember(registration)
-
-    def __exit__(self, *_: object) -> None:
-        assert self._registration is not None
-        try:
-            if self._runtime.pid == os.getpid():
-                self._runtime.finish_blocking(self._registration.leave())
-        finally:
-            self._runtime.release()
 
 
 class BlockingGroupMember(MemberView):

@@ -32,6 +32,7 @@ from doyen.errors import SessionClosed, did_you_mean
 from doyen.events import Sink
 from doyen.lease.lifetime import track, untrack
 from doyen.lease.runtime import Runtime, ThreadRuntime
+from doyen.manage.joining import Joining
 from doyen.model import (
     Candidate,
     Kind,
@@ -57,9 +58,8 @@ if TYPE_CHECKING:
         InventoryKind,
         ListPublisher,
         MemberOptions,
-        MemberSettings,
+        OwnedShards,
         OwnerOptions,
-        Owning,
         Prepare,
         Registration,
         ShardBody,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     )
     from doyen.manage.config_session import Config, ConfigOptions
 
-__all__ = ["Campaign", "Joining", "Publishing", "Session", "connect"]
+__all__ = ["Campaign", "Publishing", "Session", "connect"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -387,7 +387,7 @@ class Session(_SessionState):
         """
         return self._observe(lambda core, deliver: observe_line(core, election, kind, deliver))
 
-    def member(self, group: str, **options: Unpack[MemberOptions]) -> Joining:
+    def member(self, group: str, **options: Unpack[MemberOptions]) -> Joining[GroupMember]:
         """Be a member of `group` for the duration of a scope.
 
             async with session.member("workers", name="w1", meta={"address": "10.0.0.1"}) as member:
@@ -399,7 +399,13 @@ class Session(_SessionState):
         `health_every_s`, `health_limit_s`; each is explained at
         `doyen.manage.members.MemberOptions`.
         """
-        return Joining(self._opened, manage.MemberSettings(group=group, **options))
+        core, settings = self._opened, manage.MemberSettings(group=group, **options)
+
+        def make() -> tuple[Registration, GroupMember]:
+            registration = manage.Registration(core, settings)
+            return registration, manage.GroupMember(registration)
+
+        return Joining(core, make)
 
     async def members(self, group: str) -> list[Member]:
         """The live members of a group, read from the store, in the order of their names."""
@@ -459,7 +465,7 @@ class Session(_SessionState):
         *,
         prepare: Prepare | None = None,
         **options: Unpack[OwnerOptions],
-    ) -> Owning:
+    ) -> Joining[OwnedShards]:
         """Own shards of a set for the duration of a scope, together with its other members.
 
             async def body(term):
@@ -477,7 +483,10 @@ class Session(_SessionState):
         `session.shards(shards).configure(count=…)`.
         """
         core, settings = self._opened, manage.OwnerSettings(shards=shards, **options)
-        return manage.Owning(core, settings, lambda: manage.LoopBodies(core.runtime, body, prepare))
+        return Joining(
+            core,
+            lambda: manage.own(core, settings, manage.LoopBodies(core.runtime, body, prepare)),
+        )
 
     def shards(self, shards: str) -> ShardSet:
         """The set of shards of this name: its map, and requests to change it."""
@@ -550,38 +559,6 @@ class Session(_SessionState):
                 changed.clear()
         finally:
             observing.cancel()
-
-
-class Joining:
-    """Membership in a group as a scope. Made by `Session.member`."""
-
-    def __init__(self, core: SessionCore, settings: MemberSettings) -> None:
-        self._core = core
-        self._settings = settings
-        self._registration: Registration | None = None
-
-    async def __aenter__(self) -> GroupMember:
-        if self._registration is not None:
-            raise SessionClosed("the scope of a member is entered once; make another")
-        core = self._core
-        core.check_open()
-        registration = self._registration = manage.Registration(core, self._settings)
-        core.runtime.retain()
-        try:
-            await core.runtime.do(core.run(registration.join))
-        except BaseException:
-            core.runtime.start(registration.leave())
-            core.runtime.release()
-            raise
-        return manage.GroupMember(registration)
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._registration is not None
-        try:
-            if self._core.runtime.pid == os.getpid():
-                await self._core.runtime.finish(self._registration.leave())
-        finally:
-            self._core.runtime.release()
 
 
 class Publishing:

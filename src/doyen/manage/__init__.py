@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from doyen.manage.shards.owner import OwnerSettings
     from doyen.manage.shards.routing import ShardMap, observe_map, read_map
     from doyen.manage.shards.scopes import (
-        BlockingOwning,
         BlockingShardSet,
+        OwnedShards,
         OwnerOptions,
-        Owning,
         ShardSet,
+        own,
     )
 
 __all__ = [
     "INVENTORY_KINDS",
-    "BlockingOwning",
     "BlockingShardSet",
     "GroupMember",
     "Inventory",
@@ -41,9 +40,9 @@ __all__ = [
     "LoopBodies",
     "MemberOptions",
     "MemberSettings",
+    "OwnedShards",
     "OwnerOptions",
     "OwnerSettings",
-    "Owning",
     "Prepare",
     "Registration",
     "RosterChanges",
@@ -56,6 +55,7 @@ __all__ = [
     "observe_map",
     "observe_members",
     "observe_published",
+    "own",
     "read_inventory",
     "read_map",
     "read_members",
@@ -78,7 +78,7 @@ _HOMES = {
     "shards.bodies": ("LoopBodies", "Prepare", "ShardBody", "ThreadBodies"),
     "shards.owner": ("OwnerSettings",),
     "shards.routing": ("ShardMap", "observe_map", "read_map"),
-    "shards.scopes": ("BlockingOwning", "BlockingShardSet", "OwnerOptions", "Owning", "ShardSet"),
+    "shards.scopes": ("BlockingShardSet", "OwnedShards", "OwnerOptions", "ShardSet", "own"),
 }
 
 

@@ -5,14 +5,13 @@ These classes are the bridges from the caller's loop or thread to doyen's loop.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 from doyen.election.core import SessionCore
 from doyen.election.options import OnOverrun
-from doyen.errors import SessionClosed, StaleMap
+from doyen.errors import StaleMap
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.health import HealthCheck
 from doyen.manage.shards import requests
@@ -22,12 +21,11 @@ from doyen.manage.shards.slots import Bodies, ShardTerm
 from doyen.manage.shards.spec import ShardSpec
 
 __all__ = [
-    "BlockingOwning",
     "BlockingShardSet",
     "OwnedShards",
     "OwnerOptions",
-    "Owning",
     "ShardSet",
+    "own",
 ]
 
 T = TypeVar("T")
@@ -94,68 +92,12 @@ class OwnedShards:
         return term
 
 
-class Owning:
-    """Ownership of shards as a scope. Made by `Session.own_shards`."""
-
-    def __init__(
-        self, core: SessionCore, settings: OwnerSettings, bodies: Callable[[], Bodies]
-    ) -> None:
-        self._core = core
-        self._settings = settings
-        self._bodies = bodies
-        self._owner: ShardOwner | None = None
-
-    def _new_owner(self) -> ShardOwner:
-        if self._owner is not None:
-            raise SessionClosed("the scope of shards is entered once; make another")
-        self._core.check_open()
-        self._owner = ShardOwner(self._core, self._settings, self._bodies())
-        return self._owner
-
-    async def __aenter__(self) -> OwnedShards:
-        owner, runtime = self._new_owner(), self._core.runtime
-        runtime.retain()
-        try:
-            await runtime.do(self._core.run(owner.join))
-        except BaseException:
-            runtime.start(owner.leave())
-            runtime.release()
-            raise
-        return OwnedShards(owner)
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._owner is not None
-        try:
-            if self._core.runtime.pid == os.getpid():
-                await self._core.runtime.finish(self._owner.leave())
-        finally:
-            self._core.runtime.release()
-
-
-class BlockingOwning(Owning):
-    """Ownership of shards as a scope. Made by `BlockingSession.own_shards`."""
-
-    def __enter__(self) -> OwnedShards:
-        owner, runtime = self._new_owner(), self._core.runtime
-        assert isinstance(runtime, ThreadRuntime)
-        runtime.retain()
-        try:
-            runtime.do_blocking(self._core.run(owner.join))
-        except BaseException:
-            runtime.finish_blocking(owner.leave())
-            runtime.release()
-            raise
-        return OwnedShards(owner)
-
-    def __exit__(self, *_: object) -> None:
-        runtime = self._core.runtime
-        assert self._owner is not None
-        assert isinstance(runtime, ThreadRuntime)
-        try:
-            if runtime.pid == os.getpid():
-                runtime.finish_blocking(self._owner.leave())
-        finally:
-            runtime.release()
+def own(
+    core: SessionCore, settings: OwnerSettings, bodies: Bodies
+) -> tuple[ShardOwner, OwnedShards]:
+    """A new owner of shards, and what its scope is entered with."""
+    owner = ShardOwner(core, settings, bodies)
+    return owner, OwnedShards(owner)
 
 
 class ShardSet:
