@@ -85,6 +85,32 @@ def test_the_test_above_notices_if_nobody_waits(
     assert handed_over(make, 20) == ["the second job runs", "the first job has ended"]
 
 
+def test_a_running_job_is_finished_also_while_the_scheduler_is_shut_down(make: Make) -> None:
+    """As by a handler of SIGTERM that shuts it down, while the term is being released."""
+    (first, jobs), (second, _) = make(name="first"), make(name="second")
+    running, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        running.set()
+        assert go_on.wait(20)
+
+    jobs.add_job(slow, misfire_grace_time=None)
+    first.start()
+    assert running.wait(20)
+    second.start()
+    until_blocking(lambda: len(second.session.line("e")) == 2)
+    ending = [threading.Thread(target=jobs.shutdown), threading.Thread(target=first.close)]
+    ending[0].start()
+    until_blocking(lambda: not jobs.running)
+    ending[1].start()
+    until_blocking(lambda: not first.leads)
+    assert not second.wait(0.3)  # the time in which it would have been elected
+    go_on.set()
+    assert second.wait(20)
+    for each in ending:
+        each.join()
+
+
 def taken_over(make: Make) -> list[str]:
     """Have a process take over with a job that was due before. Returns what it ran."""
     (first, jobs), (second, others) = make(), make()

@@ -19,6 +19,7 @@ from doyen import Term
 from doyen.errors import ConfigError
 from doyen.integrations.django import Leadership, connect
 from doyen.integrations.django.databases import database_url
+from doyen.stores.choice import StoreChoice, choose_store
 from framework_crew import PROMPT_S, crew
 from support import until_blocking
 
@@ -79,7 +80,26 @@ def test_the_command_line_of_doyen_gets_the_store_of_the_settings(
     )
     ((_, command, environ),) = executed
     assert command[1:] == ["-m", "doyen", "leader", "e"]
-    assert environ["DOYEN_STORE"] == f"sqlite://{site}"
+    with pytest.MonkeyPatch.context() as child:
+        for name in ("DOYEN_STORE", "DJANGO_SETTINGS"):
+            child.setenv(name, environ[name])
+        assert choose_store(None) == StoreChoice(f"sqlite://{site}", "DJANGO_SETTINGS")
+
+
+def test_a_leading_command_states_its_store(
+    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stated() -> str:
+        call_command("lead", "e", "check")
+        return capsys.readouterr().err.splitlines()[0]
+
+    shown, reach = f"doyen: store sqlite://{site}", "on this machine only"
+    assert stated() == f"{shown} (from DOYEN in the settings), {reach}"
+    monkeypatch.setattr("django.conf.settings.DOYEN", {})
+    monkeypatch.setattr("doyen.integrations.django.database_url", lambda *_: f"sqlite://{site}")
+    assert stated() == f"{shown} (from DATABASES['default'] in the settings), {reach}"
+    monkeypatch.setenv("DOYEN_STORE", "memory://")
+    assert stated() == "doyen: store memory:// (from DOYEN_STORE)"
 
 
 def test_views_are_served_by_the_leader_alone(site: Path) -> None:

@@ -76,7 +76,7 @@ class SchedulerLeadership(BackgroundLeadership):
         self._jobs = _Jobs(scheduler)
         self._works.append(self._jobs)
         scheduler.add_listener(self._started, EVENT_SCHEDULER_STARTED)
-        scheduler.add_listener(lambda event: self.close(), EVENT_SCHEDULER_SHUTDOWN)
+        scheduler.add_listener(self._shut_down, EVENT_SCHEDULER_SHUTDOWN)
 
     def open(self) -> Self:
         """The same as `start`. Does nothing if this process has started it before."""
@@ -105,7 +105,12 @@ class SchedulerLeadership(BackgroundLeadership):
                 remedy="call leader.start() instead of scheduler.start()",
             )
             log.error("%s", line)
+        self._jobs.shut_down.clear()
         self._jobs.started.set()
+
+    def _shut_down(self, event: object) -> None:
+        self._jobs.shut_down.set()
+        self.close()
 
 
 class _Jobs:
@@ -115,6 +120,9 @@ class _Jobs:
         self._scheduler = scheduler
         self.started = threading.Event()
         """The scheduler has been started, or never will be."""
+        self.shut_down = threading.Event()
+        """The scheduler does not run: all executors have been shut down."""
+        self.shut_down.set()
         self._ended = threading.Event()
         ends = EVENT_JOB_EXECUTED | EVENT_JOB_ERROR | EVENT_JOB_MISSED
         scheduler.add_listener(lambda event: self._ended.set(), ends)
@@ -128,7 +136,8 @@ class _Jobs:
         try:
             self._scheduler.pause()
         except SchedulerNotRunningError:
-            return  # shut down, which waits for jobs if it is asked to
+            self.shut_down.wait()  # that waits for jobs, unless it is asked not to
+            return
         with self._scheduler._jobstores_lock:
             pass  # jobs that were being submitted, are
         while self._running():

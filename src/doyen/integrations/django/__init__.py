@@ -27,6 +27,7 @@ from doyen.errors import ConfigError
 from doyen.integrations.django.databases import REMEDY, database_url
 from doyen.integrations.django.leadership import DjangoLeadership
 from doyen.integrations.programs import current_term
+from doyen.stores.choice import StoreChoice, choose_store
 
 __all__ = ["Leadership", "connect", "current_term", "store_url"]
 
@@ -46,14 +47,21 @@ def connect(**options: Any) -> BlockingSession:
 
 def store_url() -> str:
     """The URL of the store that the settings, the environment or `DATABASES` name."""
-    named = _configured().get("store") or os.environ.get("DOYEN_STORE")
-    if named:
-        return str(named)
+    return store_choice().url
+
+
+def store_choice() -> StoreChoice:
+    """The store, and who named it."""
+    if named := _configured().get("store"):
+        return choose_store(str(named), "DOYEN in the settings")
+    if named := os.environ.get("DOYEN_STORE"):
+        return choose_store(named, "DOYEN_STORE")
     alias = _configured().get("database", "default")
     if alias not in settings.DATABASES:
         raise ConfigError(f"DATABASES in the settings has no {alias!r}: {REMEDY}")
     connection = connections[alias]
-    return database_url(connection.vendor, connection.settings_dict)
+    url = database_url(connection.vendor, connection.settings_dict)
+    return StoreChoice(url, f"DATABASES[{alias!r}] in the settings")
 
 
 _OWN = ("store", "database")

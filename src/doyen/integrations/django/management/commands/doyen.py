@@ -10,6 +10,9 @@ from django.core.management.base import BaseCommand
 
 from doyen.integrations.django import store_url
 
+SOURCE = "DJANGO_SETTINGS"
+"""The variable that has the URL of the store, for messages that state where it is from."""
+
 
 class DoyenCommand(BaseCommand):
     """Passes its arguments on to doyen's command line."""
@@ -19,7 +22,10 @@ class DoyenCommand(BaseCommand):
 
     def run_from_argv(self, argv: list[str]) -> None:
         command = [sys.executable, "-m", "doyen", *argv[2:]]
-        os.execve(sys.executable, command, {**os.environ, "DOYEN_STORE": store_url()})
+        environ, url = {**os.environ}, store_url()
+        if url != environ.get("DOYEN_STORE"):
+            environ |= {"DOYEN_STORE": f"env:{SOURCE}", SOURCE: url}
+        os.execve(sys.executable, command, environ)
 
 
 Command = DoyenCommand

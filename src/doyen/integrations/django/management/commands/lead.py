@@ -10,7 +10,7 @@ from django.core.management import ManagementUtility
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from doyen.errors import DoyenError
-from doyen.integrations.django import connect
+from doyen.integrations.django import connect, store_choice
 from doyen.integrations.programs import lead
 from doyen.stores.kit.durations import parse_duration
 from doyen.term import Term
@@ -52,6 +52,8 @@ class LeadCommand(BaseCommand):
             fetched.run_from_argv([sys.argv[0], command, *arguments])
 
         try:
+            if options["verbosity"] > 0:
+                self._state_store()
             lead(
                 lambda: connect(
                     **_given(
@@ -69,6 +71,12 @@ class LeadCommand(BaseCommand):
             )
         except DoyenError as error:
             raise CommandError(str(error), returncode=75) from error
+
+    def _state_store(self) -> None:
+        """State on standard error which store is used, and if only this machine has it."""
+        choice = store_choice()
+        reach = ", on this machine only" if choice.url.startswith("sqlite:") else ""
+        self.stderr.write(f"doyen: {choice}{reach}", lambda text: text)
 
 
 def _given(**options: Any) -> dict[str, Any]:
