@@ -147,7 +147,7 @@ def test_a_cut_of_one_direction_leaves_the_other(
     proxy.cut("up")
     client.sendall(b"lost")
     assert_silent(client)
-    assert bytes(echo.received) == b"hello heard"
+    assert b"lost" not in echo.received
 
 
 def test_delays_do_not_add_up(proxy: Proxy, client: socket.socket) -> None:
