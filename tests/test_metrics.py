@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -32,6 +33,7 @@ from doyen.metrics.meters import ENDS_S, RETIRED_S, Interval, SessionMeters
 from doyen.metrics.opentelemetry import OpenTelemetryMetrics
 from doyen.metrics.prometheus import PrometheusMetrics
 from doyen.model import Leader, Line
+from doyen.quorum.node import http as node_pages
 from doyen.quorum.node.http import NodeMetrics
 from doyen.testing.faults import Faults
 from servers.fetch import Debian, Recipe, obtain
@@ -360,6 +362,31 @@ def test_many_sessions_and_threads_share_a_sink(tmp_path: Path) -> None:
             core_of(session).telemetry.flush()
         leading = {key.election for key, held in metrics.leading().items() if held}
         assert leading == {"a", "b"}
+
+
+def test_a_name_that_cannot_be_encoded_does_not_end_all_scrapes() -> None:
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    elected = Elected(election="e", name="s\udcff", token=1, lease="l", valid_until=9.0)
+    metrics(Record(elected, 0.0, 0.0, "s", 1))
+    assert rb'name="s\\udcff"' in generate_latest(registry)
+
+
+async def test_many_scrapes_of_a_node_cost_as_much_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rendered on the loop that also serves the quorum."""
+    rendered: list[object] = []
+
+    def render(registry: object) -> bytes:
+        rendered.append(registry)
+        return b"x 1\n"
+
+    monkeypatch.setattr(node_pages, "generate_latest", render)
+    page = node_pages.pages(MagicMock(), MagicMock(), MagicMock(), Histogram(), {})["/metrics"]
+    assert {page() for _ in range(100)} == {(200, node_pages.TEXT, b"x 1\n")}
+    assert len(rendered) == 1
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: float("inf"))
+    page()
+    assert len(rendered) == 2
 
 
 def test_a_histogram_counts_what_is_below_each_bound() -> None:

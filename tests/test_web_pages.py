@@ -193,7 +193,7 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
         expect(page.locator("#act-resign")).to_be_disabled()
         expect(row(page, "billing").locator(".lane .u")).to_have_count(1)
         expect(row(page, "billing").locator(".who")).to_have_text("unknown")
-        expect(page.locator("#s-led")).to_have_text("0 of 1, 1 unknown")
+        expect(page.locator("#s-led")).to_have_text("– of 1, 1 unknown")
         picture(page, "unreachable")
         quorum.thaw()
         expect(page.locator("#banner")).to_be_hidden()
@@ -210,6 +210,7 @@ def test_a_page_whose_server_has_gone(browser: Browser) -> None:
             expect(page.locator("#health")).to_have_text("healthy")
             expect(page.locator("#groups .mem")).to_have_count(1)
         expect(page.locator("#banner")).to_contain_text("This page has lost its server")
+        expect(page.locator("#banner-why")).to_have_text("it cannot be reached")
         expect(page.locator("#health")).to_have_text("page offline")
         expect(page.locator("#retry")).to_be_visible()
         # The next server on that port shows another store: nothing of the first one stays.

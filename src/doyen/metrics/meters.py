@@ -151,6 +151,15 @@ _CAUSES: Mapping[str, Cause] = {
 }
 
 
+def _encodable(name: str) -> str:
+    """A name that exporters can encode. One that came from a file name or an argument may not be.
+
+    >>> _encodable("server\\udcff")
+    'server\\\\udcff'
+    """
+    return name.encode(errors="backslashreplace").decode()
+
+
 class SessionMeters:
     """Counts and measures the events of sessions.
 
@@ -231,7 +240,7 @@ class SessionMeters:
         """Follow a candidate from loss to election."""
         event = record.event
         assert isinstance(event, CampaignEvent)
-        key = CandidateKey(event.election_kind, event.election, event.name)
+        key = CandidateKey(event.election_kind, event.election, _encodable(event.name))
         self._candidates.pop(key, None)
         self._candidates[key] = None  # the last one
         if len(self._candidates) > KEPT_NAMES + len(self._leading):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,6 +21,11 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus' text format."""
 
 
+AGAIN_S = 0.2
+"""For how long the same metrics are served: many who ask cost the node, which renders them between
+its other work, no more than few."""
+
+
 def pages(
     driver: Driver,
     service: Service,
@@ -30,6 +36,15 @@ def pages(
     """Each page by its path."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodeMetrics(driver, service, errors, syncs, round_trips))
+
+    rendered, due_at = b"", 0.0
+
+    def metrics() -> tuple[int, str, bytes]:
+        nonlocal rendered, due_at
+        now = asyncio.get_running_loop().time()
+        if now >= due_at:
+            rendered, due_at = generate_latest(registry), now + AGAIN_S
+        return 200, TEXT, rendered
 
     def text(status: int, words: str) -> tuple[int, str, bytes]:
         return status, "text/plain; charset=utf-8", f"{words}\n".encode()
@@ -46,7 +61,7 @@ def pages(
         "/healthz": lambda: text(200, "ok"),
         "/readyz": ready,
         "/leader": leader,
-        "/metrics": lambda: (200, TEXT, generate_latest(registry)),
+        "/metrics": metrics,
     }
 
 

@@ -104,7 +104,7 @@ export function layout(only) {
   if (!size.height) measure();
   const h = size.row, first = Math.floor(scroll.scrollTop / h);
   const need = Math.min(view.order.length, Math.ceil(size.height / h) + 1);
-  const shownRows = Math.max(6, Math.min(20, view.filter ? size.most : view.order.length));
+  const shownRows = Math.max(h > 40 ? 3 : 6, Math.min(20, view.filter ? size.most : view.order.length));
   if (shownRows > size.most || !view.filter) size.most = shownRows;
   if (scroll.dataset.rows !== String(shownRows)) { scroll.dataset.rows = shownRows; scroll.style.setProperty('--shown', shownRows); }
   const height = `${view.order.length * h}px`;

@@ -5,7 +5,7 @@ import { $, calm, clock, el, many, said, span, thousands } from './text.js';
 import { follow, health, isLive, isWaiting, known, now, onChange, state } from './state.js';
 import * as list from './list.js';
 import { detail, lease } from './detail.js';
-import { help, isOpen } from './dialog.js';
+import { help, isOpen, quoted } from './dialog.js';
 import { drawPanels, ticking } from './panels.js';
 
 // ---- header, banner, summary ---------------------------------------------------------------
@@ -60,9 +60,9 @@ function summary() {
     }
   }
   const b = $('s-led');
-  b.textContent = thousands(led);
+  b.textContent = led || !unknown ? thousands(led) : '–';
   b.append(el('small', '', ` of ${thousands(elections)}${unknown ? `, ${thousands(unknown)} unknown` : ''}${locks ? `, and ${many(locks, 'lock')}` : ''}`));
-  $('s-gap').textContent = thousands(gap);
+  $('s-gap').textContent = unknown ? '–' : thousands(gap);
   $('st-gap').classList.toggle('bad', gap > 0);
   $('s-fail').textContent = thousands(failovers);
   const h = health();
@@ -80,7 +80,7 @@ function summary() {
   if (text !== summary.text) { summary.text = text; $('feed').replaceChildren(...lines); }
   const none = state.rows.size === 0 && state.connected && health().as_of != null;
   document.body.classList.toggle('empty', none);
-  if (none) $('example').textContent = `doyen run billing --store ${state.hello?.store ?? ''} -- ./bill`;
+  if (none) $('example').textContent = `doyen run billing --store ${quoted(state.hello?.store ?? '')} -- ./bill`;
 }
 
 // ---- when what is drawn ----------------------------------------------------------------------

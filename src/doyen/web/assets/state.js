@@ -117,7 +117,7 @@ async function stream() {
 
 export async function follow() {
   for (let pause = 250; ; pause = Math.min(5000, pause * 2)) {
-    try { await stream(); } catch (error) { state.problem = String(error.message ?? error); }
+    try { await stream(); } catch (error) { state.problem = error instanceof TypeError ? 'it cannot be reached' : String(error.message ?? error); }
     if (state.connected) { state.connected = false; pause = 250; }
     if (state.paused) { state.lostAt = null; await new Promise(done => { shown = done; }); continue; }
     state.lostAt ??= now();
