@@ -305,6 +305,9 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
     ):
         page.on("dialog", lambda dialog: alerts.append(dialog.message))
         expect(page.locator("#count")).to_contain_text("of 5,000")
+        # Clocks of two machines differ a little: that is no time with two leaders.
+        assert page.evaluate(DRAWN, 0) == [1, 0]
+        assert page.evaluate(DRAWN, 1e9) == [0, 1]
         assert page.locator(".row").count() < 60, "only what fits is in the document"
         page.locator("#scroll").focus()
         page.keyboard.press("End")
@@ -353,6 +356,12 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert not alerts
 
 
+DRAWN = """async tolerance => {
+    const { drawLane } = await import('/assets/timeline.js'), lane = document.createElement('div');
+    const terms = [['a', 1, 0, 10.02, 'expired', '', true], ['b', 2, 10, 20, 'let go', '', true]];
+    drawLane(lane, terms, { from: 0, to: 30, known: 30, tolerance }, 300);
+    return ['.upper', '.g'].map(each => lane.querySelectorAll(each).length);
+}"""
 COUNT_SORTS = """() => {
     window.sorts = 0;
     const sort = Array.prototype.sort;
@@ -609,6 +618,8 @@ def test_a_report_is_one_file_with_its_proof(
             page.get_by_text("Show on the timeline").first.click()
             page.locator(".lane .v").hover()
             expect(page.locator("#tip")).to_contain_text("two leaders of")
+            expect(page.locator(".lane .upper")).to_have_count(1)
+            expect(page.locator(".lane .g")).to_have_count(0)  # two led, and not nobody
         else:
             page.locator("#scroll").focus()
             page.keyboard.press("ArrowRight")

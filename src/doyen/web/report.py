@@ -45,6 +45,7 @@ def report_page(report: Report) -> str:
         "text": text,
         "figures": _figures(report),
         "clocks": _clocks(report),
+        "tolerance": report.tolerance_s if report.wall_clocks_compared else 0.0,
         "warnings": [*report.warnings, *(f"{where}: {why}" for where, why in report.ignored[:50])],
         "violations": [_violation(each) for each in report.violations],
         "elections": _elections(report),

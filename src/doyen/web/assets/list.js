@@ -17,7 +17,7 @@ function measure() {
   size.height = scroll.clientHeight;
   size.lane = $('axis').clientWidth || size.lane;
 }
-const frame = () => { const end = now(); return { from: end - view.minutes * 60, to: end, known: Math.min(end, known()) }; };
+const frame = () => { const end = now(); return { from: end - view.minutes * 60, to: end, known: Math.min(end, known()), tolerance: Infinity }; };
 
 // What a row says about its election: led, lost (nobody, and somebody should), free, or unknown.
 export function condition(row) {

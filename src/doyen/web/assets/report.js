@@ -11,7 +11,8 @@ let first = Infinity, last = -Infinity;
 for (const t of ends) { if (t < first) first = t; if (t > last) last = t; }
 if (!(last > first)) { first = (Number.isFinite(first) ? first : 0) - 1; last = first + 2; }
 const margin = (last - first) * .01;
-let view = { from: first - margin, to: last + margin, known: Infinity };
+const whole = { from: first - margin, to: last + margin, known: Infinity, tolerance: data.tolerance };
+let view = whole;
 
 $('verdict').classList.add(data.verdict);
 $('heading').textContent = data.heading;
@@ -103,7 +104,7 @@ $('in').onclick = () => zoom(.5);
 $('out').onclick = () => zoom(2);
 $('earlier').onclick = () => pan(-.5);
 $('later').onclick = () => pan(.5);
-$('all').onclick = () => { view = { from: first - margin, to: last + margin, known: Infinity }; draw(); };
+$('all').onclick = () => { view = whole; draw(); };
 scroll.addEventListener('wheel', event => {
   if (!event.ctrlKey) return;
   event.preventDefault();

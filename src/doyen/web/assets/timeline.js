@@ -1,7 +1,8 @@
 // Terms as bars on a time axis: the lanes of the live page and of a report.
 //
 // A term is [name, token, since, until | null, cause, why, exact]. A view is
-// {from, to, known}: the times at both ends of the lane, and until when anything is known.
+// {from, to, known, tolerance}: the times at both ends of the lane, until when anything is known, and
+// by how much two terms may seem to overlap because their times come from different clocks.
 
 import { clock, date, day, el, hue, plain, said, span } from './text.js';
 
@@ -24,7 +25,7 @@ export function drawLane(lane, terms, view, width, marks = []) {
   const parts = [];
   // Of many terms that would be drawn at the same place one is drawn, so that a lane has no more
   // nodes than pixels. Two at a time are always drawn.
-  const dense = terms.length > DENSE;
+  const dense = terms.length > DENSE, overlap = (a, b) => a != null && b != null && a[3] != null && b[2] < a[3] - view.tolerance - 1e-4;
   let lastBar = -Infinity, lastGap = -Infinity;
   terms.forEach((term, k) => {
     const [who, , since, until, cause, , exact] = term;
@@ -46,7 +47,7 @@ export function drawLane(lane, terms, view, width, marks = []) {
     }
     const next = terms[k + 1];
     const gapEnd = next ? next[2] : view.known;
-    if (until != null && gapEnd > view.from && until < view.to && FAILED.has(cause) && !(dense && x(gapEnd) - lastGap < 1)) {
+    if (until != null && gapEnd > view.from && until < view.to && FAILED.has(cause) && !overlap(term, next) && !(dense && x(gapEnd) - lastGap < 1)) {
       lastGap = x(gapEnd);
       const wide = x(gapEnd) - x(until);
       const gap = el('div', wide > 7 ? 'g long' : 'g');
@@ -72,8 +73,6 @@ export function drawLane(lane, terms, view, width, marks = []) {
   }
   lane.replaceChildren(...parts);
 }
-
-const overlap = (a, b) => a != null && b != null && a[3] != null && b[2] < a[3] - 1e-4;
 
 function place(node, left, width) {
   node.style.left = `${left.toFixed(1)}px`;
