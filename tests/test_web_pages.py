@@ -193,7 +193,7 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
         expect(page.locator("#act-resign")).to_be_disabled()
         expect(row(page, "billing").locator(".lane .u")).to_have_count(1)
         expect(row(page, "billing").locator(".who")).to_have_text("unknown")
-        expect(page.locator("#s-led")).to_have_text("– of 1, 1 unknown")
+        expect(page.locator("#s-led")).to_have_text("\u2013 of 1, 1 unknown")
         picture(page, "unreachable")
         quorum.thaw()
         expect(page.locator("#banner")).to_be_hidden()
