@@ -613,6 +613,8 @@ def test_a_report_is_one_file_with_its_proof(
         expect(page.locator("#heading")).to_have_text("Disproved" if overlapping else "Proved")
         expect(page.locator(".row:not([hidden]) .clip")).to_have_text(election)
         expect(page.locator(".lane .t")).to_have_count(3)
+        words = ["election", "terms", "changes of leader", "processes", "lines read"]
+        assert page.locator("#figures span").all_inner_texts()[:5] == words
         if overlapping:
             expect(page.locator("#violations pre").first).to_contain_text("server-bb, token 2")
             page.get_by_text("Show on the timeline").first.click()

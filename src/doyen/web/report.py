@@ -61,13 +61,14 @@ def report_page(report: Report) -> str:
 
 
 def _figures(report: Report) -> list[list[Any]]:
-    figures: list[list[Any]] = [
-        [report.elections, "elections"],
-        [report.terms, "terms"],
-        [report.changes, "changes of leader"],
-        [report.processes, "processes"],
-        [report.lines, "lines read"],
-    ]
+    counted = (
+        (report.elections, "election", "elections"),
+        (report.terms, "term", "terms"),
+        (report.changes, "change of leader", "changes of leader"),
+        (report.processes, "process", "processes"),
+        (report.lines, "line read", "lines read"),
+    )
+    figures: list[list[Any]] = [[n, one if n == 1 else many] for n, one, many in counted]
     if report.gap_p50_s is not None and report.gap_max_s is not None:
         figures.append([f"{report.gap_p50_s:.3f} · {report.gap_max_s:.3f} s", "gap, p50 · max"])
     return figures
@@ -87,7 +88,7 @@ def _violation(found: AuditViolation) -> dict[str, Any]:
         "kind": found.kind,
         "election": found.election,
         "headline": found.headline,
-        "story": found.story,
+        "story": found.story.removeprefix(f"{found.headline}\n"),
         "at": found.when.wall,
         "by": max(0.0, found.by_s),
     }
