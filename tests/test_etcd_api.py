@@ -95,6 +95,21 @@ def test_watches_of_one_stream(tmp_path: Path) -> None:
             compacted = await read(past)
             assert (compacted.canceled, compacted.compact_revision) == (True, 5)
 
+            # Equal watches share what they are told; others of the same key are told otherwise.
+            equal = [await watch(client, key=b"s") for _ in range(3)]
+            before = await watch(client, key=b"s", prev_kv=True)
+            deletions = await watch(client, key=b"s", filters=["NOPUT"])
+            for value in (b"1", b"2"):
+                await client.call(rpc.PUT, key=b"s", value=value)
+            await client.call(rpc.DELETE_RANGE, key=b"s")
+            told = [await events(each, 3) for each in equal]
+            assert told == [[(7, b"1"), (8, b"2"), (9, b"")]] * 3
+            previous: list[bytes] = []
+            while len(previous) < 3:
+                previous += [each.prev_kv.value for each in (await read(before)).events]
+            assert previous == [b"", b"1", b"2"]
+            assert await events(deletions, 1) == [(9, b"")]
+
     run(trial())
 
 

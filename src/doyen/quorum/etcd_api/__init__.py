@@ -1,7 +1,7 @@
 """etcd's v3 API on a node of a quorum, for clients of etcd.
 
     service       what the methods do (with `watches`, `elections`, `messages`, `errors`)
-    grpc_server   the methods over gRPC
+    grpc_server   the methods over gRPC, on HTTP/2 (`http2`)
     gateway       the same as JSON over HTTP/1.1
     door          the port, where both arrive
     rpc           etcd's messages
@@ -13,5 +13,5 @@ serves this API: see `doyen.quorum.keyspace.etcd_state`.
 
 import os
 
-# Set before grpc is imported. gRPC would print what a client sends that is not HTTP/2.
+# Set before grpc is imported, which copying needs. gRPC would print every connection that it loses.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,18 +1,14 @@
 """The port on which a node serves etcd's API: gRPC and JSON, told apart by the first bytes.
 
-A connection that begins as HTTP/2 is passed to the gRPC server, which listens on a socket of its
-own in a directory that only this user can open; any other is HTTP/1.1, for the gateway. TLS ends
-here, with the certificates of the node. Clients of etcd cannot prove a secret of doyen, so where
-the cluster has secrets, they are admitted with a client certificate only.
+A connection that begins as HTTP/2 belongs to the gRPC server; any other is HTTP/1.1, for the
+gateway. TLS ends here, with the certificates of the node. Clients of etcd cannot prove a secret of
+doyen, so where the cluster has secrets, they are admitted with a client certificate only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from doyen.errors import ConfigError, StoreUnusable
@@ -53,14 +49,12 @@ def check_access(host: str, security: Security, *, insecure: bool) -> None:
 class EtcdDoor:
     """The API on one port of a node. Made by `open`."""
 
-    def __init__(self, listening: asyncio.Server, api: EtcdApi, folder: Path) -> None:
+    def __init__(self, listening: asyncio.Server, api: EtcdApi) -> None:
         self.api = api
         self.port: int = listening.sockets[0].getsockname()[1]
         self._listening = listening
-        self._folder = folder
-        self._socket = str(folder / "grpc")
         self._gateway = Gateway(api.unary, api.streaming)
-        self._server = make_server(api.unary, api.streaming)
+        self._server = make_server(api.unary, api.streaming | api.encoded)
         self._connections: set[_Connection] = set()
 
     @classmethod
@@ -96,11 +90,9 @@ class EtcdDoor:
             url=url or _url(options, host, port),
         )
         Elections(api)
-        door = cls(listening, api, Path(tempfile.mkdtemp(prefix="doyen-etcd-")))
+        door = cls(listening, api)
         doors.append(door)
         try:
-            door._server.add_insecure_port(f"unix:{door._socket}")
-            await door._server.start()
             await listening.start_serving()
         except BaseException:
             await door.close()
@@ -111,14 +103,13 @@ class EtcdDoor:
         """End all connections."""
         self._listening.close()
         self.api.close()
-        await self._server.stop(0)
+        await self._server.close()
         for connection in [*self._connections]:
             connection.close()
         tasks = [each.task for each in self._connections if each.task is not None]
         if tasks:
             await asyncio.wait(tasks)
         await asyncio.sleep(0)  # in which the loop closes aborted connections
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def admit(self, connection: _Connection) -> bool:
         """Count a connection. False if there are too many."""
@@ -131,16 +122,13 @@ class EtcdDoor:
         """A connection has ended."""
         self._connections.discard(connection)
 
-    async def pass_on(self, connection: _Connection, transport: Any) -> None:
-        """Connect a client to the gRPC server. From then on every byte is passed on as it
-        arrives."""
-        to_server, _ = await asyncio.get_running_loop().create_unix_connection(
-            lambda: _End(transport, connection.end_lost), self._socket
-        )
-        connection.partner = to_server
-        to_server.write(connection.first)
-        transport.set_protocol(_End(to_server, connection.end_lost))
-        transport.resume_reading()
+    def serve_grpc(self, connection: _Connection, transport: Any) -> None:
+        """Serve a client of gRPC."""
+        protocol = self._server.connection(lambda: self.left(connection))
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        first, connection.first = connection.first, b""
+        protocol.data_received(first)
 
     async def serve_http(self, connection: _Connection, transport: Any) -> None:
         """Serve a client of the gateway."""
@@ -166,9 +154,6 @@ class _Connection(asyncio.Protocol):
         self.first = b""
         self._timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
-        self.partner: Any = None
-        """The connection to the gRPC server, if there is one."""
-        self._ends = 2
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -187,11 +172,11 @@ class _Connection(asyncio.Protocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._transport.pause_reading()  # until the protocol that takes over is there
         if first.startswith(START):
-            work = self._door.pass_on(self, self._transport)
-        else:
-            work = self._door.serve_http(self, self._transport)
+            self._door.serve_grpc(self, self._transport)
+            return
+        self._transport.pause_reading()  # until the protocol that takes over is there
+        work = self._door.serve_http(self, self._transport)
         self.task = asyncio.get_running_loop().create_task(self._serve(work))
 
     async def _serve(self, work: Coroutine[Any, Any, None]) -> None:
@@ -202,8 +187,7 @@ class _Connection(asyncio.Protocol):
         except asyncio.CancelledError:
             pass  # the door is being closed; asyncio would log the cancellation
         finally:
-            if self.partner is None:
-                self.ended()
+            self.ended()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.task is None:
@@ -215,53 +199,12 @@ class _Connection(asyncio.Protocol):
             self.task.cancel()
         self.ended()
 
-    def end_lost(self) -> None:
-        """The client or the gRPC server has gone. What was received is still passed on."""
-        self._ends -= 1
-        if not self._ends:
-            self._door.left(self)
-            return
-        for transport in (self._transport, self.partner):
-            if not transport.is_closing():
-                transport.close()
-                asyncio.get_running_loop().call_later(FIRST_S, transport.abort)
-
     def ended(self) -> None:
         """Everything was said, or nothing more may be."""
         if self._timer is not None:
             self._timer.cancel()
-        for transport in (self._transport, self.partner):
-            if transport is not None:
-                transport.abort()
+        self._transport.abort()
         self._door.left(self)
-
-
-class _End(asyncio.Protocol):
-    """One end of a connection. What arrives is passed on to the other end, no faster than that
-    takes it."""
-
-    def __init__(self, other: Any, lost: Callable[[], None]) -> None:
-        self._other = other
-        self._lost = lost
-
-    def data_received(self, data: bytes) -> None:
-        self._other.write(data)
-
-    def pause_writing(self) -> None:
-        self._other.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._other.resume_reading()
-
-    def eof_received(self) -> bool:
-        """A client may stop sending and still receive. Over TLS it cannot."""
-        if self._other.can_write_eof():
-            self._other.write_eof()
-            return True
-        return False
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost()
 
 
 def _url(options: NodeOptions, host: str, port: int) -> str:

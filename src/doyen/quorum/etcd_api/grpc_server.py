@@ -1,102 +1,491 @@
-"""The API over gRPC. Imports grpc."""
+"""The API over gRPC: calls as streams of HTTP/2.
+
+A request is `HEADERS`, then messages in `DATA`, each behind a flag and its length; a response is
+the same, and ends with a status in a second `HEADERS`. Each call has a task, in which its handler
+runs. The task is cancelled when the client resets the stream, when its deadline has passed, and
+when the connection ends. An error is answered at once; the rest of the request is ignored then.
+
+Invariants, beside those of `http2`:
+
+1. Exactly one status is sent for a call, unless the client has left, and nothing after it.
+2. A handler of one message is called when the request has ended. A handler of a stream is given the
+   next message when it asks for it, and is asked for the next response when the one before has been
+   handed on. Nothing is queued on behalf of a client that does not read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
+import asyncio
+import re
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote_from_bytes
 
-import grpc
 from google.protobuf.message import DecodeError
-from grpc import StatusCode
 
 from doyen.quorum.etcd_api import rpc
-from doyen.quorum.etcd_api.errors import Code, EtcdError
+from doyen.quorum.etcd_api.errors import STOPPED, Code, EtcdError
+from doyen.quorum.etcd_api.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    WINDOW,
+    Header,
+    Http2Connection,
+    Stream,
+)
 from doyen.quorum.etcd_api.service import Streaming, Unary
 
 MAX_REQUEST: Final = 2 << 20
 """The keyspace refuses requests above 1 MiB; a larger one ends here."""
-OPTIONS: Final = [
-    ("grpc.max_receive_message_length", MAX_REQUEST),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),
-    # Clients of etcd ping every few seconds, with or without calls.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
-]
-_CODES: Final = {code.value[0]: code for code in StatusCode}
+MAX_TEXT: Final = 4096
+"""Bytes of the text of an error."""
+LONGEST_S: Final = 1e6
+"""A deadline that is further away has no timer."""
+CONNECTION_HEADERS: Final = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"transfer-encoding",
+    b"upgrade",
+}
+UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
+GRPC: Final = re.compile(rb"application/grpc(?:[+;].*)?")
+_PREFIX: Final = struct.Struct(">BL")
+_END: Final = END_HEADERS | END_STREAM
+
+
+def _integer(number: int, bits: int, first: int) -> bytes:
+    """An integer of HPACK, in the last bits of a first byte."""
+    most = (1 << bits) - 1
+    if number < most:
+        return bytes([first | number])
+    number -= most
+    more = bytearray([first | most])
+    while number >= 128:
+        more.append(number & 127 | 128)
+        number >>= 7
+    more.append(number)
+    return bytes(more)
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """A header without use of HPACK's tables."""
+    return b"".join((b"\0", _integer(len(name), 7, 0), name, _integer(len(value), 7, 0), value))
+
+
+_OK: Final = b"\x88"  # ":status: 200" in HPACK's static table
+HEAD: Final = _OK + header(b"content-type", b"application/grpc")
+"""The headers of a response that has messages."""
+SUCCESS: Final = header(b"grpc-status", b"0")
+IDENTITY: Final = header(b"grpc-accept-encoding", b"identity")
+
+
+def trailers(code: int, text: str) -> bytes:
+    """The status of a call."""
+    message = text.encode(errors="replace")[:MAX_TEXT]
+    printable = quote_from_bytes(message, safe=_PRINTABLE).encode()
+    return header(b"grpc-status", b"%d" % code) + header(b"grpc-message", printable)
+
+
+_PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+class _Method(NamedTuple):
+    """A method that is offered."""
+
+    parse: Callable[[bytes], Any]
+    unary: Unary | None
+    streaming: Streaming | None
+    takes_stream: bool = False
+
+
+class _Head(NamedTuple):
+    """What the headers of a request say."""
+
+    method: _Method | None
+    timeout_s: float | None = None
+    encoding: bytes = b""
+    refusal: bytes = b""
+    """The headers of the response, if there is no more to it."""
+
+
+class GrpcServer:
+    """Serves methods on any number of connections."""
+
+    def __init__(
+        self, unary: Mapping[rpc.EtcdMethod, Unary], streaming: Mapping[rpc.EtcdMethod, Streaming]
+    ) -> None:
+        """Handlers of streams may return messages or, if that is what they have, their bytes."""
+        self._methods: dict[bytes, _Method] = {}
+        for method, call in unary.items():
+            self._methods[method.path.encode()] = _Method(method.request.FromString, call, None)
+        for method, stream in streaming.items():
+            self._methods[method.path.encode()] = _Method(
+                method.request.FromString, None, stream, method.takes_stream
+            )
+        self._services = {path.split(b"/")[1] for path in self._methods}
+        self._connections: dict[Http2Connection, Callable[[], None]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def connection(self, on_lost: Callable[[], None]) -> Http2Connection:
+        """The protocol of a new connection."""
+        connection = Http2Connection(self._interpret, self._call, self._lost)
+        self._connections[connection] = on_lost
+        return connection
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        connections = [*self._connections]
+        for connection in connections:
+            for call in [*connection.streams.values()]:
+                assert isinstance(call, _Call)
+                call.end(*STOPPED)
+            connection.close()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        await asyncio.sleep(0)  # in which the loop writes
+        for connection in connections:
+            connection.abort()
+
+    def _lost(self, connection: Http2Connection) -> None:
+        self._connections.pop(connection)()
+
+    def _call(self, connection: Http2Connection, number: int, head: _Head) -> _Call:
+        if head.method is not None and head.method.unary is None:
+            return _StreamCall(self, connection, number, head)
+        return _UnaryCall(self, connection, number, head)
+
+    def _interpret(self, headers: Sequence[Header]) -> _Head | None:
+        """Check the headers of a request. Returns None if they are malformed."""
+        fields: dict[bytes, bytes] = {}
+        regular = False
+        for name, value in headers:
+            pseudo = name.startswith(b":")
+            flawed = not name or name != name.lower() or name in CONNECTION_HEADERS
+            if flawed or (pseudo and (regular or name in fields)) or _has_breaks(value):
+                return None
+            regular = regular or not pseudo
+            fields[name] = value
+        pseudos = {name for name in fields if name.startswith(b":")}
+        needed = {b":method", b":scheme", b":path"}
+        if not needed <= pseudos <= needed | {b":authority"}:
+            return None
+        if fields.get(b"te", b"trailers") != b"trailers":
+            return None
+        return self._head(fields)
+
+    def _head(self, fields: Mapping[bytes, bytes]) -> _Head:
+        if fields[b":method"] != b"POST":
+            return _Head(None, refusal=header(b":status", b"405"))
+        if not GRPC.fullmatch(fields.get(b"content-type", b"")):
+            return _Head(None, refusal=header(b":status", b"415"))
+        if b"te" not in fields:
+            text = "the header `te: trailers` is missing; a proxy may have removed it"
+            return _refused(Code.INTERNAL, text)
+        timeout_s = None
+        if (given := fields.get(b"grpc-timeout")) is not None:
+            found = TIMEOUT.fullmatch(given)
+            if found is None:
+                return _refused(Code.INTERNAL, f"malformed grpc-timeout: {given!r}")
+            timeout_s = int(found[1]) * UNITS_S[found[2]]
+        path = fields[b":path"]
+        method = self._methods.get(path)
+        if method is None:
+            service, _, name = path.lstrip(b"/").decode("latin-1").rpartition("/")
+            known = service.encode("latin-1") in self._services
+            what = f"method {name} for service {service}" if known else f"service {service}"
+            return _refused(Code.UNIMPLEMENTED, f"unknown {what}")
+        return _Head(method, timeout_s, fields.get(b"grpc-encoding", b"identity"))
 
 
 def make_server(
     unary: Mapping[rpc.EtcdMethod, Unary], streaming: Mapping[rpc.EtcdMethod, Streaming]
-) -> grpc.aio.Server:
+) -> GrpcServer:
     """A server for these methods. Others answer that they are not implemented."""
-    server = grpc.aio.server(options=OPTIONS)
-    services: dict[str, dict[str, Any]] = {}
-    for method, call in unary.items():
-        _add(services, method, grpc.unary_unary_rpc_method_handler, _unary(method, call))
-    for method, stream in streaming.items():
-        if method.takes_stream:
-            _add(services, method, grpc.stream_stream_rpc_method_handler, _stream(method, stream))
+    return GrpcServer(unary, streaming)
+
+
+def _has_breaks(value: bytes) -> bool:
+    return b"\0" in value or b"\r" in value or b"\n" in value
+
+
+def _refused(code: Code, text: str) -> _Head:
+    return _Head(None, refusal=HEAD + trailers(code, text))
+
+
+class _Call(Stream):
+    """A call: its messages, its deadline, its status."""
+
+    __slots__ = ("_answering", "_buffer", "_head", "_server", "_task", "_timer", "over")
+
+    def __init__(
+        self, server: GrpcServer, connection: Http2Connection, number: int, head: _Head
+    ) -> None:
+        super().__init__(connection, number)
+        self._server = server
+        self._head = head
+        self._buffer = bytearray()
+        """The beginning of a message that is not complete."""
+        self._answering = False
+        """The headers of the response have been sent."""
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.over = False
+        """Its status was sent, or the client has left."""
+
+    def opened(self) -> None:
+        head = self._head
+        if head.refusal:
+            self.over = True
+            self.connection.send(self, (HEADERS, _END, head.refusal))
+            return
+        if head.timeout_s is not None and head.timeout_s < LONGEST_S:
+            self._timer = self.connection.loop.call_later(head.timeout_s, self._expire)
+
+    def _expire(self) -> None:
+        self.end(Code.DEADLINE_EXCEEDED, "context deadline exceeded")
+
+    def _start(self, work: Any) -> None:
+        self._task = task = self.connection.loop.create_task(work)
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    # What arrives.
+
+    def received(self, data: bytes) -> None:
+        if self.over:
+            return
+        buffer = self._buffer
+        whole: bytes | bytearray = data
+        if buffer:
+            buffer += data
+            whole = buffer
+        at, end = 0, len(whole)
+        while end - at >= 5:
+            flag, size = _PREFIX.unpack_from(whole, at)
+            if flag or size > MAX_REQUEST:
+                self._refuse(flag, size)
+                return
+            stop = at + 5 + size
+            if stop > end:
+                break
+            self.message(bytes(whole[at + 5 : stop]))
+            if self.over:
+                return
+            at = stop
+        if whole is buffer:
+            del buffer[:at]
+        elif at < end:
+            buffer += memoryview(whole)[at:]
+        if self.ended:
+            self.request_ended()
+        elif len(buffer) >= 5 and not self.granted:
+            size = 5 + _PREFIX.unpack_from(buffer)[1]
+            if size > WINDOW:
+                self.connection.grant(self, size)
+
+    def admitted(self) -> None:
+        more = self.granted - len(self._buffer) - self.inbound
+        if more > 0:
+            self.connection.allow(self, more)
+
+    def _refuse(self, flag: int, size: int) -> None:
+        if not flag:
+            text = f"SERVER: Received message larger than max ({size} vs. {MAX_REQUEST})"
+            self.end(Code.RESOURCE_EXHAUSTED, text)
+        elif flag == 1 and self._head.encoding != b"identity":
+            name = self._head.encoding.decode("latin-1")
+            text = f'grpc: Decompressor is not installed for grpc-encoding "{name}"'
+            self.end(Code.UNIMPLEMENTED, text, IDENTITY)
         else:
-            one = _one_to_many(method, stream)
-            _add(services, method, grpc.unary_stream_rpc_method_handler, one)
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(name, each) for name, each in services.items()]
-    )
-    return server
+            text = "grpc: compressed flag set with identity or empty encoding"
+            self.end(Code.INTERNAL, text)
+
+    def message(self, data: bytes) -> None:
+        """One message of the request."""
+        raise NotImplementedError
+
+    def request_ended(self) -> None:
+        """The client has sent everything."""
+        raise NotImplementedError
+
+    # What is answered.
+
+    def end(self, code: int, text: str, more: bytes = b"") -> None:
+        """Send the status, and end the handler if it runs."""
+        if not self.over:
+            self._finish(more + (trailers(code, text) if code else SUCCESS))
+
+    def _finish(self, status: bytes) -> None:
+        head = b"" if self._answering else HEAD
+        self.stop()
+        self.connection.send(self, (HEADERS, _END, head + status))
+
+    def stop(self) -> None:
+        self.over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def lost(self) -> None:
+        if not self.over:
+            self.stop()
+
+    def unexpected(self, error: Exception) -> None:
+        """A defect of a handler."""
+        loop = self.connection.loop
+        loop.call_exception_handler({"message": "a call of etcd's API failed", "exception": error})
+        self.end(Code.UNKNOWN, f"unexpected {type(error).__name__}: {error}")
 
 
-def _add(
-    services: dict[str, dict[str, Any]], method: rpc.EtcdMethod, make: Any, handler: Any
-) -> None:
-    _, service, name = method.path.split("/")
-    # Requests are decoded by the handlers: gRPC would log an error for bytes that are no message.
-    services.setdefault(service, {})[name] = make(
-        handler, response_serializer=method.response.SerializeToString
-    )
+class _UnaryCall(_Call):
+    """One message, one response."""
 
+    __slots__ = ("_request",)
 
-def _decoded(method: rpc.EtcdMethod, data: bytes) -> Any:
-    try:
-        return method.request.FromString(data)
-    except DecodeError as error:
-        raise EtcdError(Code.INTERNAL, f"grpc: error unmarshalling request: {error}") from error
+    _request: bytes | None
 
+    def opened(self) -> None:
+        self._request = None
+        super().opened()
 
-def _unary(method: rpc.EtcdMethod, call: Unary) -> Any:
-    async def handle(data: bytes, context: Any) -> Any:
+    def message(self, data: bytes) -> None:
+        if self._request is not None:
+            self.end(Code.INTERNAL, "the request has more than one message")
+        self._request = data
+
+    def request_ended(self) -> None:
+        if self._request is None or self._buffer:
+            self.end(Code.INTERNAL, "the request ended before its message")
+        else:
+            self._start(self._run(self._request))
+            self._request = None
+
+    async def _run(self, data: bytes) -> None:
+        method = self._head.method
+        assert method is not None
+        assert method.unary is not None
         try:
-            return await call(_decoded(method, data))
+            try:
+                request = method.parse(data)
+            except DecodeError as error:
+                raise _undecodable(error) from error
+            answer = (await method.unary(request)).SerializeToString()
         except EtcdError as error:
-            await context.abort(_CODES[error.code], error.text)
+            self.end(error.code, error.text)
+        except asyncio.CancelledError:
+            self.end(*STOPPED)
+            raise
+        except Exception as error:  # noqa: BLE001 - the client has to be answered
+            self.unexpected(error)
+        else:
+            if not self.over:
+                self.over = True
+                if self._timer is not None:
+                    self._timer.cancel()
+                self.connection.send(
+                    self,
+                    (HEADERS, END_HEADERS, HEAD),
+                    (DATA, 0, _PREFIX.pack(0, len(answer)) + answer),
+                    (HEADERS, _END, SUCCESS),
+                )
 
-    return handle
+
+def _undecodable(error: DecodeError) -> EtcdError:
+    return EtcdError(Code.INTERNAL, f"grpc: error unmarshalling request: {error}")
 
 
-def _stream(method: rpc.EtcdMethod, call: Streaming) -> Any:
-    async def handle(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        async def decoded() -> AsyncIterator[Any]:
-            async for data in requests:
-                yield _decoded(method, data)
+class _StreamCall(_Call):
+    """Responses as a stream, to a stream of requests or to one. It is the iterator of requests that
+    its handler is given."""
 
+    __slots__ = ("_asking", "_messages", "_untaken")
+
+    def opened(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self._untaken = 0
+        """Bytes of messages that the handler has not taken."""
+        self._asking: asyncio.Future[None] | None = None
+        super().opened()
+        method = self._head.method
+        assert method is not None
+        if method.takes_stream and not self.over:
+            self._start(self._run())
+
+    def message(self, data: bytes) -> None:
+        self._messages.append(data)
+        self._untaken += 5 + len(data)
+        self._notify()
+
+    def request_ended(self) -> None:
+        if self._buffer:
+            self.end(Code.INTERNAL, "the request ended within a message")
+        elif self._task is not None:
+            self._notify()
+        elif not self._messages:
+            self.end(Code.INTERNAL, "the request ended before its message")
+        else:
+            self._start(self._run())
+
+    def _notify(self) -> None:
+        if self._asking is not None and not self._asking.done():
+            self._asking.set_result(None)
+
+    def __aiter__(self) -> _StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._messages:
+            if self.ended:
+                raise StopAsyncIteration
+            self._asking = self.connection.loop.create_future()
+            await self._asking
+        data = self._messages.popleft()
+        self._untaken -= 5 + len(data)
+        if self.granted and 5 + len(data) > WINDOW:
+            self.connection.ungrant(self)
+        room = WINDOW - self._untaken - len(self._buffer)
+        if room - self.inbound > (0 if self._buffer else WINDOW // 2):
+            self.connection.allow(self, room - self.inbound)
+        assert self._head.method is not None
         try:
-            async for each in call(decoded()):
-                yield each
+            return self._head.method.parse(data)
+        except DecodeError as error:
+            raise _undecodable(error) from error
+
+    async def _run(self) -> None:
+        method = self._head.method
+        assert method is not None
+        assert method.streaming is not None
+        try:
+            async with aclosing(method.streaming(self)) as answers:  # type: ignore[type-var]
+                async for answer in answers:
+                    if self.over:
+                        break
+                    data = answer if type(answer) is bytes else answer.SerializeToString()
+                    if not self._send(data):
+                        await self.drained()
         except EtcdError as error:
-            await context.abort(_CODES[error.code], error.text)
+            self.end(error.code, error.text)
+        except asyncio.CancelledError:
+            self.end(*STOPPED)
+            raise
+        except Exception as error:  # noqa: BLE001 - the client has to be answered
+            self.unexpected(error)
+        else:
+            self.end(0, "")
 
-    return handle
-
-
-def _one_to_many(method: rpc.EtcdMethod, call: Streaming) -> Any:
-    handle = _stream(method, call)
-
-    async def one(data: bytes, context: Any) -> AsyncIterator[Any]:
-        async def requests() -> AsyncIterator[bytes]:
-            yield data
-
-        async for each in handle(requests(), context):
-            yield each
-
-    return one
+    def _send(self, data: bytes) -> bool:
+        """Returns whether it was handed on at once."""
+        message = DATA, 0, _PREFIX.pack(0, len(data)) + data
+        if self._answering:
+            return self.connection.send(self, message)
+        self._answering = True
+        return self.connection.send(self, (HEADERS, END_HEADERS, HEAD), message)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import lru_cache
 from hashlib import sha256
 from random import SystemRandom
@@ -117,6 +117,9 @@ class EtcdApi:
         self._renewals = Renewals(driver, election_s, self.start)
         self._streams: dict[WatchStream, None] = {}
         self._giving_up: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._watch_header_of: Any = None
+        self._watch_header_bytes = b""
         self._seen = 0
         """The latest revision that a response has named. On a follower it may be later than what
         this node has applied."""
@@ -141,12 +144,15 @@ class EtcdApi:
             rpc.KEEP_ALIVE: self._keep_alive,
             rpc.WATCH: self._watch,
         }
+        self.encoded: dict[rpc.EtcdMethod, Streaming] = {rpc.WATCH: self._watch_encoded}
+        """Streams that are also offered as the bytes of messages."""
         driver.on_role(self._role_changed)
         self._leader_is(driver.leader)
         if url:
             self.start(self._register())
 
     def close(self) -> None:
+        self._closed = True
         self._driver.off_role(self._role_changed)
         if self._giving_up is not None:
             self._giving_up.cancel()
@@ -155,6 +161,9 @@ class EtcdApi:
         self._end_streams(STOPPED)
 
     def start(self, work: Any) -> None:
+        if self._closed:
+            work.close()
+            return
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -193,6 +202,15 @@ class EtcdApi:
             revision=revision or self._seen,
             raft_term=driver.generation,
         )
+
+    def _watch_header(self, revision: int) -> bytes:
+        """The beginning of a response to a watch."""
+        current = revision, self._driver.generation, self._members.cluster_id
+        if self._watch_header_of != current:
+            self._watch_header_of = current
+            response = rpc.WATCH.response(header=self.header(revision))
+            self._watch_header_bytes = response.SerializeToString()
+        return self._watch_header_bytes
 
     def _member_id(self, node: str) -> int:
         return _id(self._members.ids.get(node) or node)
@@ -341,12 +359,18 @@ class EtcdApi:
     # Watches.
 
     async def _watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        stream = WatchStream(self.hub, self._keyspace, self.header, self._progress_s)
+        async with aclosing(self._watch_encoded(requests)) as responses:  # type: ignore[type-var]
+            async for each in responses:
+                yield rpc.WATCH.response.FromString(each)
+
+    async def _watch_encoded(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        stream = WatchStream(self.hub, self._keyspace, self._watch_header, self._progress_s)
         self._streams[stream] = None
         reading = self._loop.create_task(self._take(requests, stream))
         try:
-            async for each in stream.responses():
-                yield each
+            async with aclosing(stream.responses()) as responses:  # type: ignore[type-var]
+                async for each in responses:
+                    yield each
         finally:
             reading.cancel()
             del self._streams[stream]
@@ -359,6 +383,7 @@ class EtcdApi:
                 # A watch that is created now must not tell of writes that were acknowledged before.
                 await self.current()
                 stream.take(message)
+                await stream.has_room()
         except EtcdError as error:
             stream.end(error)
 

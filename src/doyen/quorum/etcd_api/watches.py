@@ -6,7 +6,8 @@ When the history is compacted beyond its position, its watch is cancelled with t
 revision, which tells the client what it has missed.
 
 `WatchHub` knows which watches a changed key concerns; `WatchStream` is one stream of a client, with
-any number of watches.
+any number of watches. Responses are made as bytes: equal watches share the events in them, so that
+many watches of one key are told at little more than the cost of one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ PROGRESS_S: Final = 600.0
 """How often a watch that asks for it is notified although nothing happened."""
 NO_WATCH: Final = -1
 """The watch id of a response that concerns all watches of a stream, or none."""
+CONTROLS: Final = 1000
+"""How many responses to requests of a stream may wait until no more requests are taken."""
+SHARED: Final = 64
+SHARED_BYTES: Final = 64 << 10
+"""How many lists of events are kept for other watches, and the largest of them."""
 
 NOPUT, NODELETE = 0, 1
 
@@ -36,13 +42,24 @@ NOPUT, NODELETE = 0, 1
 class EtcdWatch:
     """One watch."""
 
-    __slots__ = ("behind", "end", "filters", "id", "key", "position", "prev_kv", "progress")
+    __slots__ = (
+        "behind",
+        "encoded_id",
+        "end",
+        "filters",
+        "id",
+        "key",
+        "position",
+        "prev_kv",
+        "progress",
+    )
 
     def __init__(self, watch: int, request: Any) -> None:
         self.id = watch
         self.key: bytes = request.key or b"\0"
         self.end: bytes = request.range_end
-        self.filters = {*request.filters}
+        self.encoded_id: bytes = rpc.WATCH.response(watch_id=watch).SerializeToString()
+        self.filters = frozenset(request.filters)
         self.prev_kv: bool = request.prev_kv
         self.progress: bool = request.progress_notify
         self.position = 0
@@ -70,6 +87,8 @@ class WatchHub:
         self.seen = keyspace.etcd.revision
         """The revision up to which watches have been marked."""
         self._waiting: list[asyncio.Future[None]] = []
+        self._shared: dict[Any, tuple[bytes, int, bool]] = {}
+        self._shared_at = 0, 0
         self._loop = asyncio.get_running_loop()
         driver.on_applied(self._applied)
 
@@ -99,6 +118,45 @@ class WatchHub:
             if not future.done():
                 future.set_exception(error)
 
+    def events(self, watch: EtcdWatch) -> tuple[bytes, int, bool]:
+        """What a watch has to be told next, encoded; its position after that; and whether there is
+        more."""
+        etcd = self._keyspace.etcd
+        if self._shared_at != (etcd.revision, etcd.compacted):
+            self._shared_at = etcd.revision, etcd.compacted
+            self._shared.clear()
+        wanted = watch.position, watch.key, watch.end, watch.filters, watch.prev_kv
+        found = self._shared.get(wanted)
+        if found is None:
+            found = self._events(watch)
+            if len(self._shared) < SHARED and len(found[0]) <= SHARED_BYTES:
+                self._shared[wanted] = found
+        return found
+
+    def _events(self, watch: EtcdWatch) -> tuple[bytes, int, bool]:
+        etcd = self._keyspace.etcd
+        events: list[Any] = []
+        size, position, more = 0, watch.position, False
+        for change in etcd.changes(position):
+            more = (len(events) >= EVENTS or size > EVENTS_BYTES) and change.mod > position
+            position = change.mod
+            if more:
+                break
+            if watch.admits(change):
+                events.append(self._event(watch, change))
+                size += len(change.key) + len(change.value)
+        else:
+            position = max(position, etcd.revision + 1)
+        return rpc.WATCH.response(events=events).SerializeToString(), position, more
+
+    def _event(self, watch: EtcdWatch, change: EtcdRecord) -> Any:
+        before = self._keyspace.etcd.before(change) if watch.prev_kv else None
+        return rpc.Event(
+            type=0 if change.version else 1,
+            kv=key_value(change),
+            prev_kv=None if before is None else key_value(before),
+        )
+
     def _applied(self, index: int) -> None:
         etcd, since = self._keyspace.etcd, self.seen + 1
         if etcd.revision < since:
@@ -125,18 +183,24 @@ class WatchStream:
     """One stream of a client."""
 
     def __init__(
-        self, hub: WatchHub, keyspace: Keyspace, header: Callable[[int], Any], progress_s: float
+        self,
+        hub: WatchHub,
+        keyspace: Keyspace,
+        header: Callable[[int], bytes],
+        progress_s: float,
     ) -> None:
-        """`header` makes the header of a response, for a revision."""
+        """`header` makes the beginning of a response, for a revision."""
         self._hub = hub
         self._keyspace = keyspace
         self._header = header
         self._progress_s = progress_s
         self._watches: dict[int, EtcdWatch] = {}
         self._next = 0
-        self._behind: dict[EtcdWatch, None] = {}
+        self._behind: deque[EtcdWatch] = deque()
         self._controls: deque[Any] = deque()
-        self._ready = asyncio.Event()
+        self._idle: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._progress_due = False
         self._loop = asyncio.get_running_loop()
         self._ended: BaseException | None = None
 
@@ -145,8 +209,8 @@ class WatchStream:
         if not watch.behind:
             watch.behind = True
             watch.position = max(watch.position, since)
-            self._behind[watch] = None
-            self._ready.set()
+            self._behind.append(watch)
+            self._wake()
 
     def take(self, request: Any) -> None:
         """A request of the client."""
@@ -160,7 +224,17 @@ class WatchStream:
                 self._control(watch_id=watch.id, canceled=True)
         elif kind == "progress_request":
             self._control(watch_id=NO_WATCH)
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def has_room(self) -> None:
+        """Wait until the client has taken enough responses to its requests."""
+        while len(self._controls) > CONTROLS:
+            self._room = self._loop.create_future()
+            await self._room
 
     def _control(self, **fields: Any) -> None:
         self._controls.append(fields)
@@ -188,7 +262,9 @@ class WatchStream:
 
     def _remove(self, watch: EtcdWatch) -> None:
         del self._watches[watch.id]
-        self._behind.pop(watch, None)
+        if watch.behind:
+            watch.behind = False
+            self._behind.remove(watch)
         self._hub.remove(watch)
 
     def close(self) -> None:
@@ -198,74 +274,62 @@ class WatchStream:
     def end(self, error: BaseException) -> None:
         """Have `responses` raise this."""
         self._ended = error
-        self._ready.set()
+        self._wake()
 
-    async def responses(self) -> AsyncIterator[Any]:
+    async def responses(self) -> AsyncIterator[bytes]:
         """What the client is sent, each when it has taken the one before."""
-        due = self._loop.time() + self._progress_s
+        timer = self._loop.call_later(self._progress_s, self._notice_progress)
         quiet: set[EtcdWatch] = set()
-        while True:
-            if self._ended is not None:
-                raise self._ended
-            if self._controls and not (self._behind and self._controls[0]["watch_id"] == NO_WATCH):
-                fields = self._controls.popleft()
-                yield rpc.WATCH.response(header=self._header(self._hub.seen), **fields)
-                continue
-            watch = next(iter(self._behind), None)
-            if watch is not None:
-                quiet.discard(watch)
-                response = self._tell(watch)
-                if response is not None:
-                    yield response
+        try:
+            while True:
+                if self._ended is not None:
+                    raise self._ended
+                behind, controls = self._behind, self._controls
+                if controls and not (behind and controls[0]["watch_id"] == NO_WATCH):
+                    yield self._next_control()
+                elif behind:
+                    quiet.discard(behind[0])
+                    response = self._tell(behind[0])
+                    if response is not None:
+                        yield response
+                    else:
+                        await asyncio.sleep(0)  # a long history must not delay heartbeats
+                elif self._progress_due:
+                    self._progress_due = False
+                    timer = self._loop.call_later(self._progress_s, self._notice_progress)
+                    for watch in [*quiet]:
+                        if watch.id in self._watches:
+                            yield self._header(self._hub.seen) + watch.encoded_id
+                    quiet = {each for each in self._watches.values() if each.progress}
                 else:
-                    await asyncio.sleep(0)  # a long history must not delay heartbeats
-                continue
-            self._ready.clear()
-            try:
-                async with asyncio.timeout_at(due):
-                    await self._ready.wait()
-            except TimeoutError:
-                due = self._loop.time() + self._progress_s
-                for watch in [*quiet]:
-                    if watch.id in self._watches:
-                        header = self._header(self._hub.seen)
-                        yield rpc.WATCH.response(header=header, watch_id=watch.id)
-                quiet = {each for each in self._watches.values() if each.progress}
+                    self._idle = self._loop.create_future()
+                    await self._idle
+        finally:
+            timer.cancel()
 
-    def _tell(self, watch: EtcdWatch) -> Any:
+    def _notice_progress(self) -> None:
+        self._progress_due = True
+        self._wake()
+
+    def _next_control(self) -> bytes:
+        fields = self._controls.popleft()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        response: bytes = rpc.WATCH.response(**fields).SerializeToString()
+        return self._header(self._hub.seen) + response
+
+    def _tell(self, watch: EtcdWatch) -> bytes | None:
         """The next response for a watch that is behind; None if the changes do not concern it."""
         etcd = self._keyspace.etcd
         if watch.position < etcd.compacted:
             self._remove(watch)
-            return rpc.WATCH.response(
-                header=self._header(self._hub.seen),
-                watch_id=watch.id,
-                canceled=True,
-                compact_revision=etcd.compacted,
-            )
-        events: list[Any] = []
-        size = 0
-        for change in etcd.changes(watch.position):
-            if (len(events) >= EVENTS or size > EVENTS_BYTES) and change.mod > watch.position:
-                watch.position = change.mod
-                break
-            watch.position = change.mod
-            if watch.admits(change):
-                events.append(self._event(watch, change))
-                size += len(change.key) + len(change.value)
-        else:
-            watch.behind = False
-            watch.position = max(watch.position, etcd.revision + 1)
-            del self._behind[watch]
+            cancelled: bytes = rpc.WATCH.response(
+                watch_id=watch.id, canceled=True, compact_revision=etcd.compacted
+            ).SerializeToString()
+            return self._header(self._hub.seen) + cancelled
+        events, watch.position, watch.behind = self._hub.events(watch)
+        if not watch.behind:
+            self._behind.popleft()
         if not events:
             return None
-        header = self._header(self._hub.seen)
-        return rpc.WATCH.response(header=header, watch_id=watch.id, events=events)
-
-    def _event(self, watch: EtcdWatch, change: EtcdRecord) -> Any:
-        before = self._keyspace.etcd.before(change) if watch.prev_kv else None
-        return rpc.Event(
-            type=0 if change.version else 1,
-            kv=key_value(change),
-            prev_kv=None if before is None else key_value(before),
-        )
+        return self._header(self._hub.seen) + watch.encoded_id + events
