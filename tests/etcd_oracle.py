@@ -6,6 +6,7 @@ way. `requests` is a strategy for them, over few keys, so that they meet.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -89,7 +90,7 @@ class EtcdOracle:
     def apply(self, request: EtcdRequests) -> EtcdResults:
         new, events = dict(self.now), len(self.events)
         try:
-            self._check(request, within=False)
+            self._check(request)
             result = self._do(request, new)
         except RequestRefused:
             del self.events[events:]
@@ -107,11 +108,26 @@ class EtcdOracle:
             self.revision += 1
             self.states[self.revision] = new
 
-    def _check(self, request: EtcdRequests, *, within: bool) -> None:
+    def _check(self, request: EtcdRequests) -> None:
+        """Every put of a transaction is checked before any range."""
+        requests = [*self._chosen(request)]
+        for each in requests:
+            if isinstance(each, PutKey):
+                self._check_one(each)
+        for each in requests:
+            if isinstance(each, RangeKeys):
+                self._check_one(each)
+
+    def _chosen(self, request: EtcdRequests) -> Iterator[EtcdRequests]:
+        """The requests that are carried out."""
         if isinstance(request, EtcdTransaction):
             for each in self._branch(request)[1]:
-                self._check(each, within=True)
-        elif isinstance(request, PutKey):
+                yield from self._chosen(each)
+        else:
+            yield request
+
+    def _check_one(self, request: EtcdRequests) -> None:
+        if isinstance(request, PutKey):
             if request.lease and request.lease not in self.leases:
                 raise RequestRefused(EtcdRefusal.LEASE_NOT_FOUND)
             if (request.ignore_value or request.ignore_lease) and request.key not in self.now:

@@ -334,3 +334,15 @@ def test_conditions_of_a_range_hold_for_every_key() -> None:
     assert not ask(keyspace, EtcdTransaction((same,))).succeeded
     absent = Compare(b"c/", b"c0", CompareTarget.CREATE, number=0)
     assert ask(keyspace, EtcdTransaction((absent,))).succeeded
+
+
+def test_puts_of_a_transaction_are_checked_before_its_ranges() -> None:
+    """As etcd does it; which error a client gets depends on it."""
+    keyspace = Keyspace()
+    for _ in range(3):
+        ask(keyspace, PutKey(b"a"))
+    do(keyspace, EtcdCompact(3))
+    early, missing = RangeKeys(b"a", revision=2), PutKey(b"b", ignore_value=True)
+    within = EtcdTransaction((), (missing,))
+    assert ask(keyspace, EtcdTransaction((), (early, within))) is EtcdRefusal.KEY_NOT_FOUND
+    assert ask(keyspace, EtcdTransaction((), (early,))) is EtcdRefusal.COMPACTED

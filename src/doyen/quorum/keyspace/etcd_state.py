@@ -129,7 +129,8 @@ class EtcdKeyspace:
         before = len(self._log)
         if type(request) is EtcdTransaction:
             path = [*self._path(request)]
-            self._check(request, iter(path))
+            for kind in (PutKey, RangeKeys):  # in etcd's order
+                self._check(request, iter(path), kind)
             done = self._run(request, iter(path), before)
             result: EtcdResults = TransactionDone(
                 self.revision + (len(self._log) > before), done.succeeded, done.results
@@ -299,12 +300,12 @@ class EtcdKeyspace:
             if type(each) is EtcdTransaction:
                 yield from self._path(each)
 
-    def _check(self, request: EtcdTransaction, path: Iterator[bool]) -> None:
-        """Raise `RequestRefused` if a request that will be carried out cannot be."""
+    def _check(self, request: EtcdTransaction, path: Iterator[bool], kind: type) -> None:
+        """Raise `RequestRefused` if a request of this kind that will be carried out cannot be."""
         for each in request.success if next(path) else request.failure:
             if type(each) is EtcdTransaction:
-                self._check(each, path)
-            else:
+                self._check(each, path, kind)
+            elif type(each) is kind:
                 self._check_request(each, within=True)
 
     def _check_request(self, request: EtcdRequests, within: bool = False) -> None:
