@@ -353,3 +353,17 @@ def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
     assert changed(full, AdminRequest("add", names[-1], "h:1")).everyone == full.everyone
     fewer = changed(full, AdminRequest("remove", names[-1]))
     assert len(changed(fewer, AdminRequest("add", "another", "h:1")).everyone) == MAX_MEMBERS
+
+
+@pytest.mark.parametrize(
+    ("node", "address", "reason"),
+    [
+        ("", "h:1", "1 to 200 characters"),
+        ("x" * 201, "h:1", "1 to 200 characters"),
+        ("n4", "a..b:1", "cannot be a host name"),
+        ("n4", ":1", "name a host too"),
+    ],
+)
+def test_a_node_that_could_never_connect_is_not_added(node: str, address: str, reason: str) -> None:
+    with pytest.raises(OrderFailed, match=reason):
+        changed(Membership(("n1",)), AdminRequest("add", node, address))

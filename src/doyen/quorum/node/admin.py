@@ -29,6 +29,7 @@ from doyen.quorum.node.leader_calls import (
 from doyen.quorum.node.peers import too_old
 from doyen.quorum.node.proposals import Batch, Proposals
 from doyen.quorum.node.pump import Pump
+from doyen.quorum.protocol.handshake import MAX_NAME
 from doyen.quorum.protocol.security import parse_address
 
 PAUSES = 100
@@ -72,6 +73,8 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
     addresses, ids = dict(members.addresses), dict(members.members)
     match request.what:
         case "add":
+            if not 0 < len(node) <= MAX_NAME:  # no node of another name could connect
+                raise OrderFailed(f"a node's name has 1 to {MAX_NAME} characters, not {len(node)}")
             if node not in members.everyone:
                 learners.append(node)
             addresses[node] = _reachable(request.address)

@@ -48,7 +48,8 @@ SUPPORTED = versions.OLDEST, versions.NEWEST
 ANY = ""
 """As the wanted cluster or node: accept any."""
 
-Name = Annotated[str, Meta(max_length=200)]
+MAX_NAME = 200
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
