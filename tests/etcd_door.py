@@ -32,8 +32,8 @@ class EtcdClient:
         """With `ping_s` the connection ends if the server does not answer for twice as long, and
         calls are given up after three times as long."""
         self._answer_s = 3 * ping_s or 20
-        pings = ("time", "timeout") if ping_s else ()
-        options = [(f"grpc.keepalive_{each}_ms", 1000 * ping_s) for each in pings]
+        pings = ("keepalive_time", "keepalive_timeout", "http2.ping_timeout") if ping_s else ()
+        options = [(f"grpc.{each}_ms", 1000 * ping_s) for each in pings]
         options += [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         options.append(("grpc.http2.max_pings_without_data", 0))
         if credentials is None:

@@ -37,7 +37,7 @@ from servers.fetch import obtain
 from servers.process import HOST
 
 TTL_S = 5
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 PINGS = "--keepalive-time=2s", "--keepalive-timeout=2s"
 """etcdctl goes to another server if one does not answer for so long."""
 ETCD3_NEEDS = "etcd3==0.12.0", "protobuf==3.20.3", "setuptools<81"
@@ -53,6 +53,7 @@ role, addresses, name, ttl = sys.argv[1], sys.argv[2].split(","), sys.argv[3], i
 OPTIONS = {
     "grpc.keepalive_time_ms": 2000,
     "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 2000,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.use_local_subchannel_pool": 1,
 }
@@ -62,16 +63,22 @@ def say(*words):
     print(*words, flush=True)
 
 
-def anywhere(use, at):
+at = os.getpid()
+
+
+def anywhere(use):
     """Do something with a client of one server after the other, until it succeeds."""
+    global at
     while True:
-        host, port = addresses[at % len(addresses)].split(":")
+        here = at
+        host, port = addresses[here % len(addresses)].split(":")
         client = None
         try:
             client = etcd3.client(host, int(port), timeout=3, grpc_options=OPTIONS.items())
             return use(client)
         except (etcd3.exceptions.Etcd3Exception, grpc.RpcError, ValueError):
-            at += 1
+            if at == here:
+                at += 1
             time.sleep(0.05)
         finally:
             if client is not None:
@@ -88,13 +95,13 @@ def watched(client, key, revision, prefix=False):
     return start(key, start_revision=revision + 1)[0]
 
 
-def stand(at):
-    lease = anywhere(lambda client: client.lease(ttl).id, at)
+def stand():
+    lease = anywhere(lambda client: client.lease(ttl).id)
     key = "%s/%x" % (name, lease)
 
     def keep():
         while True:
-            kept = anywhere(lambda client: list(client.refresh_lease(lease)), at)
+            kept = anywhere(lambda client: list(client.refresh_lease(lease)))
             if not kept or kept[0].TTL <= 0:
                 say("lost")
                 os._exit(1)
@@ -121,15 +128,15 @@ def stand(at):
 
     threading.Thread(target=keep, daemon=True).start()
     try:
-        anywhere(join, at)
-        say("leads", key, anywhere(lead, at))
+        anywhere(join)
+        say("leads", key, anywhere(lead))
         threading.Event().wait()
     except KeyboardInterrupt:
-        anywhere(lambda client: client.revoke_lease(lease), at)
+        anywhere(lambda client: client.revoke_lease(lease))
         os._exit(0)
 
 
-def observe(at):
+def observe():
     told = None
 
     def follow(client):
@@ -144,10 +151,10 @@ def observe(at):
             next(changes)
             revision, kvs = line(client)
 
-    anywhere(follow, at)
+    anywhere(follow)
 
 
-{"stand": stand, "observe": observe}[role](os.getpid())
+{"stand": stand, "observe": observe}[role]()
 '''
 
 
@@ -334,7 +341,8 @@ class Go(Programs):
 
 class Elect(Programs):
     """`etcdctl elect`, which prints its key and its proposal. Its lease has 60 s, so it is not
-    killed."""
+    killed, and its lease is revoked at its end: it does not repeat a request whose response was
+    lost with a node. There is one at most."""
 
     kind = "etcdctl"
     ends = (signal.SIGINT,)
@@ -345,6 +353,10 @@ class Elect(Programs):
     def hear(self, line: str) -> None:
         if line.startswith(f"{self.line.name}/"):
             self.claims(line)
+
+    async def stand(self) -> None:
+        await super().stand()
+        await self.line.clear(b"etcdctl")
 
 
 def etcd3(role: str, line: MixedLine) -> list[str]:
@@ -388,6 +400,8 @@ class MixedLine:
         """What `etcdctl watch` prints."""
         self.variables = {"ETCDCTL_API": "3", "ETCDCTL_ENDPOINTS": ",".join(addresses)}
         self.samples = 0
+        self.waits: dict[str, float] = {}
+        """The longest time until there was a leader, and until each observer knew, in seconds."""
         self._clients = [EtcdClient(each, ping_s=1) for each in servers]
         self._first = 0
         self._at = 0
@@ -468,9 +482,23 @@ class MixedLine:
 
     async def places(self) -> list[Place]:
         """All candidates in the line, in order."""
+        found = await self._entries()
+        return sorted(Place(each.create_revision, each.key.decode()) for each in found)
+
+    async def _entries(self) -> Any:
         begin, end = f"{self.name}/".encode(), f"{self.name}0".encode()
-        found = await self._ask(rpc.RANGE, key=begin, range_end=end)
-        return sorted(Place(each.create_revision, each.key.decode()) for each in found.kvs)
+        return (await self._ask(rpc.RANGE, key=begin, range_end=end)).kvs
+
+    async def clear(self, proposal: bytes) -> None:
+        """End the leases of all candidates with this proposal."""
+        for each in await self._entries():
+            if each.value == proposal:
+                await self.revoke(each.key.decode())
+
+    async def revoke(self, key: str) -> None:
+        """End the lease of a candidate."""
+        with suppress(grpc.aio.AioRpcError):  # it has ended
+            await self._ask(rpc.REVOKE, ID=int(key.rpartition("/")[2], 16))
 
     async def history(self) -> list[tuple[str, str, int]]:
         """Every change of the line: what it was, its key, and the creation revision of the key."""
@@ -593,20 +621,32 @@ class MixedLine:
     async def holder(self, after: int = 0) -> tuple[Candidate, Place]:
         """Wait until somebody who was created later than this leads, and all observers know."""
         found: list[tuple[Candidate, Place]] = []
+        loop = asyncio.get_running_loop()
+        began, waited = loop.time(), {"leader": 0.0}
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while True:
                     line = await self.places()
                     if line and line[0].revision > after:
                         found = [(each, line[0]) for each in self.candidates if each.is_at(line[0])]
-                        if found and all(each.knows(line[0]) for each in self.observers):
-                            return found[0]
+                        passed = loop.time() - began
+                        if not found:
+                            waited["leader"] = passed
+                        late = [each.kind for each in self.observers if not each.knows(line[0])]
+                        waited |= dict.fromkeys(late, passed)
+                        if found and not late:
+                            break
+                    else:
+                        waited["leader"] = loop.time() - began
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise AssertionError(
                 f"no leader that all know after {PATIENCE_S:g} s: {found}, {await self.places()};"
                 f" {self.state()}"
             ) from None
+        for what, seconds in waited.items():
+            self.waits[what] = max(self.waits.get(what, 0.0), seconds)
+        return found[0]
 
     async def crowd(self, count: int) -> None:
         """Wait until so many stand in the line."""

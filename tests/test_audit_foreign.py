@@ -30,4 +30,4 @@ def test_foreign_leaders_are_compared_with_terms(
     b.resigned(4.0, 3)
     report = check(lines, *expected)
     assert [(each.leader, each.token) for each in report.foreign] == [("x", token)]
-    assert any("of 'billing' were foreign: 'x'" in warning for warning in report.warnings)
+    assert any("1 term of 'billing' was foreign: 'x'" in warning for warning in report.warnings)

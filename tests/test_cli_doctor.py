@@ -132,6 +132,11 @@ def test_the_state_of_an_election(
     assert {each.subject: each.level for each in judge_line(line, order)} == expected
 
 
+def test_a_store_without_a_line_does_not_show_who_waits() -> None:
+    (finding,) = judge_line(Line(LEADER), None, Capabilities(has_line=False))
+    assert (finding.level, finding.text) == ("ok", "'a' leads; this store does not show who waits")
+
+
 def test_failover_by_lease_and_by_proof_of_death() -> None:
     timing = Timing(ttl_s=6)
     by_proof = Examination(

@@ -189,7 +189,7 @@ async def test_doctor_and_verify_name_foreign_terms(
     assert [each.token for each in report.foreign] == [leader.token]
     assert main(["verify", str(log)]) == 0
     assert re.fullmatch(others.shown, leader.name)
-    named = f"of 'named' were foreign: {leader.name!r} (token {leader.token})"
+    named = f"of 'named' was foreign: {leader.name!r} (token {leader.token})"
     assert named in capsys.readouterr().out
 
 

@@ -67,19 +67,30 @@ async def test_order_and_observation(engine: str, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_a_mutex_is_the_same_line(engine: str, request: pytest.FixtureRequest) -> None:
-    async with others_on(engine, request) as go, session(go) as ours:
+    """The revision of its header, which is `ETCD_LOCK_REV` of `etcdctl lock`, is no token: after a
+    wait it is greater than that of the next in line."""
+    async with others_on(engine, request) as go, session(go) as ours, session(go) as other:
         assert isinstance(go, Go)
+        stop = asyncio.Event()
+
+        async def hold_next() -> int:
+            async with other.lock("mutex", name="next") as term:
+                await stop.wait()
+                return term.token
+
         async with ours.lock("mutex") as held:
             theirs = go.mutex("mutex")
             await line_of(ours, "mutex", 2)
+            waiting = asyncio.create_task(hold_next())
+            await line_of(ours, "mutex", 3)
         revision = await theirs.elected_at()
-        assert revision > held.token
+        leader = await leader_of(ours, "mutex", foreign=True)
         with pytest.raises(doyen.NotElected):
             async with ours.lock("mutex", wait_s=0):
                 raise AssertionError
         await theirs.resign()
-        async with ours.lock("mutex") as again:
-            assert again.token > revision
+        stop.set()
+        assert held.token < leader.token < await waiting < revision
 
 
 @pytest.mark.parametrize("engine", ENGINES)

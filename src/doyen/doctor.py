@@ -128,7 +128,7 @@ async def examine(
         *judge_capabilities(limits),
         *(() if limits.proof_of_death or limits.one_process else judge_warden(surroundings())),
         *diagnosed,
-        *(judge_line(line, order) if line is not None else ()),
+        *(judge_line(line, order, limits) if line is not None else ()),
     ]
     return Examination(
         timing=timing, capabilities=limits, latencies=latencies, line=line, findings=tuple(findings)
@@ -282,8 +282,10 @@ def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
         )
 
 
-def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
-    """Whether an election is in order."""
+def judge_line(
+    line: Line, order: Order | None, limits: Capabilities | None = None
+) -> Iterator[Finding]:
+    """Whether an election is in order, on a store with these limits."""
     waiting = [each for each in line.candidates if not each.leads]
     if line.leader is None and not waiting:
         yield _note("line", "no leader and no candidates")
@@ -295,6 +297,9 @@ def judge_line(line: Line, order: Order | None) -> Iterator[Finding]:
             " and its lease has not expired yet",
             remedy="if it lasts, check whether the first in line is frozen: doyen line --watch",
         )
+    elif limits is not None and not limits.has_line:
+        text = f"{line.leader.name!r} leads; this store does not show who waits"
+        yield Finding(level="ok", subject="line", text=text)
     elif not waiting:
         yield Finding(
             level="warning",

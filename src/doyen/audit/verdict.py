@@ -557,10 +557,11 @@ class _Judge:
             shown = ", ".join(leaders[:_FOREIGN_SHOWN])
             more = len(leaders) - _FOREIGN_SHOWN
             shown += f" and {more} more" if more > 0 else ""
-            terms = "1 term" if len(leaders) == 1 else f"{len(leaders)} terms"
+            one = len(leaders) == 1
+            terms, were = ("1 term", "was") if one else (f"{len(leaders)} terms", "were")
             self._warnings.append(
-                f"{terms} of {election!r} were foreign: {shown}. Other programs write no audit log:"
-                " the proof covers when they were seen, not what they did"
+                f"{terms} of {election!r} {were} foreign: {shown}. Other programs write no audit"
+                " log: the proof covers when they were seen, not what they did"
             )
 
     def _overran(self, terms: list[TermEvidence]) -> None:

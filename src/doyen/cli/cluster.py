@@ -66,7 +66,9 @@ and export copies them to an etcd cluster. Leases keep their ids and what is lef
 and versions begin anew. If a copy is interrupted, run the command again: it writes what is missing.
 At the end both sides are compared by a count and a checksum. Programs may write meanwhile, but what
 they change is not copied: stop them, and run the command again with --replace, before you switch.
---store names nodes of the quorum, or where they serve etcd's API (etcd://h1:2379,…).
+--store names nodes of the quorum, or where they serve etcd's API (etcd://h1:2379,…). The URL of the
+etcd cluster may have a user, a password and certificates, as for every store. The user needs access
+to all keys, or to those of --prefix. Users and roles are not copied.
 
 exit codes:
   0    done; status: every node answers, and every member knows the leader
