@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from doyen.stores.sqlite.database import writer
+from doyen.stores.sqlite.connection import writer
 from servers.process import is_stopped
 
 PATIENCE_S = 30.0

@@ -28,6 +28,7 @@ from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.stores.port import Context, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite import database as database_module
+from doyen.stores.sqlite.connection import LocalConnection
 from doyen.stores.sqlite.tables import Transaction
 
 TTL_S = 60.0
@@ -371,14 +372,14 @@ async def test_ten_thousand_candidates_share_a_few_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = 0
-    real = database_module.Database._commit
+    real = LocalConnection.commit
 
     def commit(self: Any) -> None:
         nonlocal commits
         commits += 1
         real(self)
 
-    monkeypatch.setattr(database_module.Database, "_commit", commit)
+    monkeypatch.setattr(LocalConnection, "commit", commit)
     async with stores(tmp_path / "x.db") as (store,):
         lease = await store.grant(TTL_S)
 
@@ -471,8 +472,8 @@ async def test_database_errors_are_mapped_and_leave_no_partial_writes(
     async with stores(tmp_path / "x.db") as (store,):
         lease = await store.grant(TTL_S)
         await store.enqueue("line", b"", lease)  # from now on it takes part
-        database = store._database
-        database._execute = Failing(database._execute, statement, code)
+        connection = store._database.connection
+        connection.execute = Failing(connection.execute, statement, code)
         answers = await asyncio.gather(
             *(store.create(f"k/{number}", b"v", lease) for number in range(3)),
             return_exceptions=True,
@@ -493,8 +494,8 @@ async def test_database_errors_are_mapped_and_leave_no_partial_writes(
 async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     async with stores(path) as (store,):
-        database = store._database
-        database._patience_s = 0.05
+        connection = store._database.connection
+        connection.patience_s = 0.05
         versions = iter([1, 2, 3, 4, 4])
         refusals = 0
 
@@ -503,13 +504,13 @@ async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> No
             refusals += 1
             return False
 
-        database._try_begin = busy  # type: ignore[method-assign]
-        database._data_version = lambda: next(versions)  # type: ignore[method-assign]
+        connection._try_begin = busy  # type: ignore[method-assign]
+        connection._data_version = lambda: next(versions)  # type: ignore[method-assign]
         with pytest.raises(StoreUnavailable, match="locked for writing by another process"):
             await store.put("k", b"v", if_version=None)
         assert next(versions, None) is None
         assert refusals > 10
-        del database._try_begin, database._data_version  # so that it can be closed
+        del connection._try_begin, connection._data_version  # so that it can be closed
 
 
 async def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:

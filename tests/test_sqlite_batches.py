@@ -62,11 +62,11 @@ async def test_what_must_be_on_disk_does_not_join_a_transaction_that_need_not(
         lease = await store.grant(TTL_S)
         entry = (await store.create("a", b"", lease)).entry
         levels: list[str] = []
-        database = store._database
+        connection = store._database.connection
         finish = Transaction.finish
 
         def note(self: Transaction, *args: Any) -> None:
-            levels.append(database._synchronous)
+            levels.append(connection.synchronous)
             finish(self, *args)
 
         monkeypatch.setattr(Transaction, "finish", note)

@@ -27,6 +27,7 @@ from doyen.errors import StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore, database, tables
+from doyen.stores.sqlite.connection import LocalConnection
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.tables import Transaction
@@ -90,19 +91,23 @@ def _ends(content: bytes) -> list[int]:
 
 @contextmanager
 def simulated(disk: Disk) -> Iterator[None]:
-    commit, save, disconnect = Database._commit, Database._save, Database.disconnect
+    commit, save, disconnect = (
+        LocalConnection.commit,
+        LocalConnection.save,
+        LocalConnection.disconnect,
+    )
 
-    def noted_commit(self: Database) -> None:
+    def noted_commit(self: LocalConnection) -> None:
         commit(self)
-        if Path(self.path) == disk.path and self._synchronous == "FULL":
+        if Path(self.path) == disk.path and self.synchronous == "FULL":
             disk.synced()
 
-    def noted_save(self: Database) -> None:
+    def noted_save(self: LocalConnection) -> None:
         save(self)
         if Path(self.path) == disk.path:
             disk.synced()
 
-    def noted_disconnect(self: Database) -> bool:
+    def noted_disconnect(self: LocalConnection) -> bool:
         before = disk.content()
         done = disconnect(self)
         if Path(self.path) == disk.path:
@@ -110,9 +115,9 @@ def simulated(disk: Disk) -> Iterator[None]:
         return done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Database, "_commit", noted_commit)
-        patch.setattr(Database, "_save", noted_save)
-        patch.setattr(Database, "disconnect", noted_disconnect)
+        patch.setattr(LocalConnection, "commit", noted_commit)
+        patch.setattr(LocalConnection, "save", noted_save)
+        patch.setattr(LocalConnection, "disconnect", noted_disconnect)
         patch.setattr(database, "_SAVED_AFTER", 25)
         yield
 
@@ -212,8 +217,8 @@ def counting_on_after_a_crash(patch: pytest.MonkeyPatch) -> None:
 
 
 def reserving_without_the_disk(patch: pytest.MonkeyPatch) -> None:
-    sync = Database._sync
-    patch.setattr(Database, "_sync", lambda self, level: sync(self, "NORMAL"))
+    sync = LocalConnection._sync
+    patch.setattr(LocalConnection, "_sync", lambda self, level: sync(self, "NORMAL"))
     make = Transaction.__init__
 
     def durable(self: Transaction, *args: Any, **options: Any) -> None:
@@ -274,13 +279,13 @@ async def test_a_transaction_keeps_its_level_when_the_process_forks_while_it_wai
     lease = await store.grant(TTL_S)
     await store.create("a", b"", lease)
     levels = []
-    commit = Database._commit
+    commit = LocalConnection.commit
 
-    def noted(self: Database) -> None:
-        levels.append(self._execute("PRAGMA synchronous").fetchone()[0])
+    def noted(self: LocalConnection) -> None:
+        levels.append(self.execute("PRAGMA synchronous").fetchone()[0])
         commit(self)
 
-    monkeypatch.setattr(Database, "_commit", noted)
+    monkeypatch.setattr(LocalConnection, "commit", noted)
     for durable in (True, False):
         blocking = sqlite3.connect(tmp_path / "doyen.db", isolation_level=None)
         blocking.execute("BEGIN IMMEDIATE")
@@ -302,13 +307,13 @@ async def test_only_a_relaxed_put_does_not_wait_for_the_disk(
 ) -> None:
     store = await opened(tmp_path / "doyen.db")
     levels = []
-    commit = Database._commit
+    commit = LocalConnection.commit
 
-    def noted(self: Database) -> None:
-        levels.append(self._synchronous)
+    def noted(self: LocalConnection) -> None:
+        levels.append(self.synchronous)
         commit(self)
 
-    monkeypatch.setattr(Database, "_commit", noted)
+    monkeypatch.setattr(LocalConnection, "commit", noted)
     written = await store.put("a", b"1", if_version=None)
     assert written is not None
     assert await store.put_relaxed("a", b"2", if_version=None) is None
@@ -330,7 +335,7 @@ async def test_numbers_are_reserved_and_saved_after_a_fork(
 
     def forking(self: Database, *args: Any) -> None:
         post(self, *args)
-        if self._connection is not None:
+        if self.connection._connection is not None:
             connections().before_fork()
             connections().after_fork()
 

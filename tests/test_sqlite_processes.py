@@ -34,7 +34,7 @@ from doyen.lease.clock import SystemClock
 from doyen.model import Entry, Lease, order_key
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore
-from doyen.stores.sqlite.database import Database
+from doyen.stores.sqlite.connection import LocalConnection
 from doyen.stores.sqlite.tables import Transaction
 from frozen import freeze
 from servers.process import is_stopped
@@ -589,13 +589,13 @@ class _Commands:
         return (await self._store.create(key, b"v", self._lease)).won
 
     async def put_and_die(self, key: str, wake_after_commit: bool) -> None:
-        commit = Database._commit
+        commit = LocalConnection.commit
 
-        def dying(database: Database) -> None:
-            commit(database)
+        def dying(connection: LocalConnection) -> None:
+            commit(connection)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Database._commit = dying  # type: ignore[method-assign, assignment]
+        LocalConnection.commit = dying  # type: ignore[method-assign, assignment]
         if wake_after_commit:
             self._store._inbox.send = lambda name, tags: True  # type: ignore[method-assign]
         await self._store.put(key, b"v", if_version=None)

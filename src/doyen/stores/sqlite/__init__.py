@@ -11,7 +11,8 @@ lease and each handle has its small files. The parts:
     leases     leases as files: kernel lock, renewal by a plain write, irrevocable end
     inbox      the FIFO through which writers notify watchers
     tables     the tables, and the operations of a transaction
-    database   the connection and its thread: batches, waiting for the lock, failures
+    database   the thread that executes operations, in batches
+    connection the connection to the file: waiting for the lock, forks, failures
     watches    watches, and monitors of the leases that own what is watched
     diagnosis  findings for `doyen doctor`
 
@@ -107,7 +108,7 @@ class SQLiteStore(GuardedStore):
         try:
             return Lease(self._leases.grant(granted_s), granted_s)
         except OSError as error:
-            raise translate_os(error, self._database.path) from error
+            raise translate_os(error, self._database.connection.path) from error
 
     async def renew(self, lease: Lease) -> None:
         self._require_usable()
@@ -115,11 +116,12 @@ class SQLiteStore(GuardedStore):
             in_place = self._database.in_place()
             self._leases.renew(lease.id)
         except OSError as error:
-            raise translate_os(error, self._database.path) from error
+            raise translate_os(error, self._database.connection.path) from error
         if not in_place:
             raise LeaseGone(
-                f"{self._database.path} or its directory was removed or replaced while in use:"
-                f" what is bound to lease {lease.id} is not visible to others; connect again"
+                f"{self._database.connection.path} or its directory was removed or replaced while"
+                f" in use: what is bound to lease {lease.id} is not visible to others;"
+                " connect again"
             )
 
     async def revoke(self, lease: Lease) -> None:
@@ -128,7 +130,7 @@ class SQLiteStore(GuardedStore):
             self._leases.end(lease.id)
             await self._database.submit(lambda tables: tables.remove(lease.id))
         except OSError as error:
-            raise translate_os(error, self._database.path) from error
+            raise translate_os(error, self._database.connection.path) from error
         except StoreError:
             pass  # the lease has ended, so its rows are void and removed when they are next read
         finally:
@@ -180,7 +182,7 @@ class SQLiteStore(GuardedStore):
         return await self._submit(self._diagnose, writes=False)
 
     def _diagnose(self, tables: Transaction) -> Sequence[Finding]:
-        path = self._database.path
+        path = self._database.connection.path
         names = [name for name, parts in self._directory.files().items() if "lease" in parts]
         disk = os.statvfs(os.path.dirname(path))
         return [
@@ -201,7 +203,7 @@ class SQLiteStore(GuardedStore):
         self._watches.forked()
         self._inbox.close()
         self._leases.release_all()
-        self._database.forked()
+        self._database.connection.forked()
 
     async def _release(self) -> None:
         self._watches.close()

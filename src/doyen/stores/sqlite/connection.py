@@ -1,0 +1,395 @@
+"""The connection of one handle: its file, its transactions, and the meaning of SQLite's errors.
+
+It waits for the write lock itself, with much shorter pauses than SQLite's busy handler. If no other
+process commits for `PATIENCE_S`, it fails with an error that names the process that holds the lock.
+
+Only SQLite may open the database and its companion files in this process, because closing any
+descriptor of them drops SQLite's locks. Other code uses only `stat` on them. The connection is
+closed before the process forks (`forks`) and opened again when it is next needed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Literal
+from urllib.parse import quote
+
+from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
+from doyen.stores.sqlite.forks import FileId, connections, inherited
+from doyen.stores.sqlite.location import translate_os
+from doyen.stores.sqlite.tables import APPLICATION_ID, MIGRATION, SCHEMA, SCHEMA_VERSION
+
+__all__ = ["OPEN_PATIENCE_S", "Durability", "LocalConnection", "ends_transaction"]
+
+Durability = Literal["NORMAL", "FULL"]
+"""Whether a commit is on disk before it is confirmed (FULL), or in order (NORMAL)."""
+
+PATIENCE_S = 0.5
+"""How long to wait for the write lock while no other process commits. It is below the request
+timeout at the default ttl, so that the error names the process that holds the lock."""
+OPEN_PATIENCE_S = 5.0
+"""The same while a store is opened. A caller of `open` does not try again, as candidates do, and on
+a busy disk a commit of another process can take more than `PATIENCE_S`."""
+_YIELDS = 4
+"""Tries before the first pause: a watcher is woken just before the writer's commit."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
+_LONGEST_LOG = 10_000
+"""At how many pages SQLite copies the log to the database within a commit. It happens only if the
+handle has not done so before."""
+_WRITE_LOCK = 120
+"""The byte of the -shm file that SQLite locks to write (walformat, "WAL locks")."""
+
+
+class LocalConnection:
+    """A connection to the database at one path. Used on the thread of its database, except that
+    any thread may close it while that one is not inside SQLite."""
+
+    def __init__(self, path: str, patience_s: float = PATIENCE_S) -> None:
+        self.path = path
+        self.patience_s = patience_s
+        self.execute: Callable[..., sqlite3.Cursor]
+        self.synchronous: Durability | Literal[""] = ""
+        """The level of the connection. A new one may have any."""
+        self._connection: sqlite3.Connection | None = None
+        self._file: FileId | None = None
+        """The file that was opened first."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Around every use on the database's thread."""
+        return connections().inside(self)
+
+    def forked(self) -> None:
+        """In a forked child, if the connection could not be closed before: SQLite must not use it,
+        not even to close it at the exit of the interpreter, so it is never freed."""
+        if self._connection is not None:
+            with suppress(ImportError):
+                import ctypes
+
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+
+    def disconnect(self) -> bool:
+        """Close the connection; False if SQLite refuses. It is opened again when it is next
+        needed."""
+        if self._connection is not None:
+            try:
+                self._connection.close()
+            except sqlite3.Error:
+                return False
+            self._connection = None
+        return True
+
+    def close(self) -> None:
+        """Close it for good. No transaction is open."""
+        with self.inside():
+            self.disconnect()
+        connections().forget(self)
+
+    def file(self) -> FileId | None:
+        with suppress(FileNotFoundError):
+            return self._file or _file_at(self.path)
+        return None
+
+    def in_place(self) -> bool:
+        """Whether the open file is still the one at the path. Raises `FileNotFoundError` if there
+        is none."""
+        return _file_at(self.path) == self._file
+
+    def open(self) -> None:
+        """Open or create the database, in WAL mode."""
+        self._connect("rwc")
+        new = self._is_new()
+        mode = self._patiently("PRAGMA journal_mode = WAL")
+        if mode != "wal":
+            raise StoreUnusable(f"{self.path} cannot be put into WAL mode (it stays {mode})")
+        if new:
+            self._create()
+        elif self._patiently("PRAGMA user_version") < SCHEMA_VERSION:
+            self._migrate()
+
+    def _sync(self, level: Durability) -> None:
+        if level != self.synchronous:
+            self.execute(f"PRAGMA synchronous = {level}")
+            self.synchronous = level
+
+    def commit(self) -> None:
+        try:
+            self.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            unwritten = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE
+            if unwritten or _code(error) != sqlite3.SQLITE_IOERR:
+                raise
+            # The WAL may contain the whole transaction, which would then be applied after a crash.
+            raise OutcomeUnknown(
+                f"the disk failed while {self.path} was committing ({error}):"
+                " check the disk, then read the current state"
+            ) from error
+
+    def save(self) -> None:
+        """Copy the log to the database."""
+        self.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+    def roll_back(self) -> None:
+        try:
+            if self._connection is not None and self._connection.in_transaction:
+                self.execute("ROLLBACK")
+        except sqlite3.Error:
+            pass  # SQLite has already rolled back
+
+    def begin(
+        self,
+        level: Durability | None,
+        *,
+        patience_s: float | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin a transaction, waiting for the lock with short, growing, jittered pauses, while it
+        is wanted. Without a level it only reads."""
+        patience_s = self.patience_s if patience_s is None else patience_s
+        pause_s = _PAUSE_S
+        yields = _YIELDS
+        limit = committed = None
+        while not self._try_begin(level):
+            now = time.monotonic()
+            if limit is None or now >= limit:
+                latest = self._data_version()
+                if limit is not None and latest == committed:
+                    raise StoreUnavailable(_who_writes(self.path, patience_s))
+                limit, committed = now + patience_s, latest
+            if not wanted():
+                raise StoreUnavailable("the operations were cancelled")
+            if yields:
+                yields -= 1
+                time.sleep(0)
+                continue
+            self._pause(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _data_version(self) -> int | None:
+        """A number that changes whenever another connection commits."""
+        try:
+            (version,) = self.execute("PRAGMA data_version").fetchone()
+        except sqlite3.OperationalError:
+            return None
+        return int(version)
+
+    def _try_begin(self, level: Durability | None) -> bool:
+        try:
+            if level is None:
+                self.execute("BEGIN")
+                self.execute("SELECT 1 FROM counter").fetchone()
+            else:
+                self._sync(level)
+                self.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            self.roll_back()
+            return False
+        return True
+
+    def _connect(self, mode: Literal["rw", "rwc"]) -> None:
+        """Open a connection. With "rwc" the file is created if it does not exist."""
+        with suppress(FileNotFoundError):
+            if inherited(_file_at(self.path)):
+                raise StoreUnusable(
+                    f"{self.path} cannot be used in this process: it was forked while its parent"
+                    " was writing to that file, and the disk did not answer; start this process"
+                    " again, or start it without a fork"
+                )
+        # Another thread may close it before a fork, while this one is not inside SQLite.
+        self._connection = sqlite3.connect(
+            f"file://{quote(os.fsencode(self.path))}?mode={mode}",
+            uri=True,
+            timeout=0,
+            isolation_level=None,
+            cached_statements=256,
+            check_same_thread=False,
+        )
+        self.execute = self._connection.execute
+        self.execute(f"PRAGMA wal_autocheckpoint = {_LONGEST_LOG}").fetchone()
+        self.synchronous = ""
+        self._file = self._file or _file_at(self.path)
+
+    def reconnect(self) -> None:
+        """Open the connection again if it was closed before a fork."""
+        if self._connection is None:
+            with suppress(FileNotFoundError):
+                if _file_at(self.path) == self._file:
+                    self._connect("rw")
+                    return
+            raise self.replaced()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, outside SQLite. No transaction is open."""
+        connections().leave(self)
+        try:
+            time.sleep(seconds * random.uniform(0.5, 1.5))
+        finally:
+            connections().enter(self)
+        self.reconnect()
+
+    def replaced(self) -> StoreUnusable:
+        return StoreUnusable(
+            f"{self.path} or its directory was removed or replaced while in use, so other"
+            " processes may use another file: connect again, and after a restore set"
+            " token_floor above the highest token ever issued"
+        )
+
+    def _is_new(self) -> bool:
+        """Whether the database is empty; raises if it is not ours to use."""
+        # The application id is read last: if another process is creating the store at this moment
+        # and its tables are visible, then so is the id.
+        tables = self._patiently("SELECT count(*) FROM sqlite_master")
+        version = self._patiently("PRAGMA user_version")
+        application = self._patiently("PRAGMA application_id")
+        if application == APPLICATION_ID:
+            if version > SCHEMA_VERSION:
+                raise StoreUnusable(
+                    f"{self.path} was written by a newer doyen (schema {version}, this one supports"
+                    f" {SCHEMA_VERSION}): upgrade doyen here, or choose another path"
+                )
+            return False
+        if application or version or tables:
+            raise StoreUnusable(
+                f"{self.path} is an SQLite database of another application:"
+                " choose another path for the store"
+            )
+        return True
+
+    def _create(self) -> None:
+        self.begin("FULL", patience_s=OPEN_PATIENCE_S)
+        if self._is_new():
+            for statement in SCHEMA:
+                self.execute(statement)
+        self.execute("COMMIT")
+
+    def _migrate(self) -> None:
+        self.begin("FULL", patience_s=OPEN_PATIENCE_S)
+        if self._patiently("PRAGMA user_version") < SCHEMA_VERSION:
+            for statement in MIGRATION:
+                self.execute(statement)
+        self.execute("COMMIT")
+
+    def _patiently(self, statement: str) -> Any:
+        """The single value of a statement, retried while another process holds the lock."""
+        limit = time.monotonic() + OPEN_PATIENCE_S
+        while True:
+            try:
+                (value,) = self.execute(statement).fetchone()
+                return value
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY:
+                    raise
+                if time.monotonic() >= limit:
+                    raise StoreUnavailable(_who_writes(self.path, OPEN_PATIENCE_S)) from error
+            self._pause(_LONGEST_PAUSE_S)
+
+    def translate(self, error: BaseException, *, copy: bool = False) -> BaseException:
+        """The error as doyen's own; a copy if several callers raise it, as raising adds a
+        traceback."""
+        if isinstance(error, OSError):
+            translated: StoreError = translate_os(error, self.path)
+        elif isinstance(error, sqlite3.Error) and _code(error):
+            translated = _meaning(error, self.path)
+        elif copy and isinstance(error, StoreError):
+            translated = type(error)(*error.args)
+        else:
+            return error
+        translated.__cause__ = error
+        return translated
+
+
+def _file_at(path: str) -> FileId:
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino)
+
+
+def _code(error: BaseException) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+_OF_ONE_STATEMENT = {
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_RANGE,
+    0,  # raised by the Python module: an argument that SQLite cannot store
+}
+
+
+def ends_transaction(error: Exception) -> bool:
+    """Whether an error of one operation is also that of all others in its transaction."""
+    return isinstance(error, sqlite3.Error) and _code(error) not in _OF_ONE_STATEMENT
+
+
+def _meaning(error: sqlite3.Error, path: str) -> StoreError:
+    """Map an error of SQLite to an exception that names cause and remedy."""
+    code = _code(error)
+    if code == sqlite3.SQLITE_NOTADB:
+        return StoreUnusable(
+            f"{path} is not an SQLite database: choose another path, or move that file away"
+        )
+    if code == sqlite3.SQLITE_CORRUPT:
+        return StoreUnusable(
+            f"the database {path} is damaged ({error}): stop all candidates, move it away or"
+            " restore it, and open it with token_floor above the highest token ever issued"
+        )
+    if code == sqlite3.SQLITE_FULL:
+        return StoreUnavailable(
+            f"no space left for the database: free space on the file system of {path};"
+            " nothing was written"
+        )
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return StoreUnusable(
+            f"{path} cannot be opened for writing ({error}): every candidate must be able to"
+            f" read and write it and to create files in {os.path.dirname(path)}"
+        )
+    if code == sqlite3.SQLITE_IOERR:
+        return StoreUnavailable(
+            f"the disk failed under {path} ({error}): check its space and its health;"
+            " nothing was written"
+        )
+    return StoreUnusable(f"{path}: {error}")
+
+
+def _who_writes(path: str, waited_s: float) -> str:
+    """Name the process that holds the write lock."""
+    begin = f"for {waited_s:g} s {path} has been locked for writing by "
+    pid = writer(path)
+    if pid is None:
+        return begin + "another process; if that lasts, look for one that hangs"
+    if pid == os.getpid():
+        return begin + f"this process ({pid}), in another session or outside doyen"
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            name, _, rest = file.read().partition(" (")[2].rpartition(") ")
+    except OSError:
+        return begin + f"process {pid}"
+    if rest[:1] in ("T", "t"):
+        return (
+            begin
+            + f"process {pid} ({name}), which is stopped: continue it (kill -CONT {pid}) or kill it"
+        )
+    return begin + f"process {pid} ({name}): if it hangs, kill it"
+
+
+def writer(path: str) -> int | None:
+    """The process that holds SQLite's write lock, according to /proc/locks."""
+    try:
+        inode = str(os.stat(path + "-shm").st_ino)
+        with open("/proc/locks", encoding="ascii") as table:
+            for line in table:
+                fields = line.split()
+                if len(fields) != 8 or fields[3] != "WRITE" or fields[5].split(":")[2] != inode:
+                    continue
+                last = float("inf") if fields[7] == "EOF" else int(fields[7])
+                if int(fields[6]) <= _WRITE_LOCK <= last and int(fields[4]) > 0:
+                    return int(fields[4])
+    except OSError:
+        pass
+    return None
