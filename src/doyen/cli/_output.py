@@ -183,12 +183,16 @@ class Table:
         >>> table = Table(["name", "leader", ">token", "since"], [["x" * 50, "a", "7", "x" * 19]])
         >>> table._clipped(40)
         [23, 6, 5]
+        >>> table._clipped(20)
+        [11, 6]
         """
         lines = [[heading.lstrip(">") for heading in self.headings], *self.rows]
         widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
         least = [min(width, NAME if at < 2 else TIME) for at, width in enumerate(widths)]
-        while len(widths) > 1 and sum(least) + GAP * (len(widths) - 1) > within:
+        while len(widths) > 2 and sum(least) + GAP * (len(widths) - 1) > within:
             del widths[-1], least[-1]
+        if len(widths) == 2 and sum(least) + GAP > within:
+            least = [min(width, max(1, (within - GAP) // 2)) for width in widths]
         over = sum(widths) + GAP * (len(widths) - 1) - within
         for at in sorted(range(len(widths)), key=lambda at: least[at] - widths[at]):
             cut = max(0, min(over, widths[at] - least[at]))
