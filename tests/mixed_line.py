@@ -434,8 +434,7 @@ class MixedLine:
         self._spawn("observer ours", self._observe())
         self._spawn("oracle", self._sample())
         for each in kinds:
-            self.candidates.append(each(self))
-            self._spawn(each.kind, self.candidates[-1].run())
+            self.add(each)
         try:
             yield self
         finally:
@@ -444,6 +443,11 @@ class MixedLine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for client in self._clients:
                 await client.__aexit__()
+
+    def add(self, kind: type[Candidate]) -> None:
+        """One more candidate of this kind."""
+        self.candidates.append(kind(self))
+        self._spawn(kind.kind, self.candidates[-1].run())
 
     @asynccontextmanager
     async def linked(self) -> AsyncIterator[list[Proxy]]:

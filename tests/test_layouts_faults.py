@@ -179,7 +179,9 @@ def test_the_oracle_sees_two_leaders(faults: Faults, monkeypatch: pytest.MonkeyP
     """Candidates of doyen that do not count those of other programs."""
 
     async def trial() -> None:
-        async with mixed(faults, "two").running(Ours, Etcd3) as line:
+        async with mixed(faults, "two").running(Etcd3) as line:
+            await line.until(lambda: line.candidates[0].claim is not None, "etcd3 leads")
+            line.add(Ours)
             await line.until(lambda: bool(line.objections), "the oracle objects")
 
     monkeypatch.setattr(ConcurrencyStore, "_first", only_ours)
