@@ -232,6 +232,8 @@ class Database:
 
     def _read(self, batch: list[_Operation]) -> None:
         self._begin(batch, None)
+        if not self.in_place():  # what others do is in another file
+            raise self.connection.replaced()
         self._attempt(batch, self._transaction(writable=False))
         self.connection.execute("COMMIT")
 
