@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -268,6 +268,15 @@ async def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
             await asyncio.sleep(10.0)
     names = [line.getMessage().split()[0] for line in caplog.records]
     assert names == ["event=store_unavailable", "event=store_available"] * 2
+
+
+def test_annotations_may_be_evaluated() -> None:
+    """As those of a module without the future import are."""
+    annotations = {"log_name": ClassVar[str], "number": int}
+    kind = type("Counted", (Event,), {"__annotations__": annotations})
+    assert repr(kind(number=1)) == "Counted(number=1)"
+    with pytest.raises(TypeError, match="number"):
+        kind()
 
 
 def test_a_level_that_is_off_costs_no_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ class Event:
         cls._defaults = cls._defaults | {
             name: cls.__dict__.get(name, _REQUIRED)
             for name, kind in cls.__annotations__.items()
-            if not kind.startswith("ClassVar")
+            if "ClassVar" not in str(kind)  # the annotation, or its text
         }
 
     def __init__(self, **values: Any) -> None:
