@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,32 @@ class EtcdClient:
                 found = await self.outcome(rpc.COMPACT, revision=1 << 60)
                 if found[0] == "OUT_OF_RANGE":
                     return
+                await asyncio.sleep(POLL_S)
+
+
+class AnyNode:
+    """Calls one node of a cluster, and another one when that does not answer."""
+
+    def __init__(self, addresses: Sequence[str], ping_s: int) -> None:
+        self.clients = [EtcdClient(each, ping_s=ping_s) for each in addresses]
+        self._at = 0
+
+    @property
+    def current(self) -> EtcdClient:
+        return self.clients[self._at]
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.__aexit__()
+
+    async def call(self, method: rpc.EtcdMethod, **fields: Any) -> Any:
+        while True:
+            try:
+                return await self.current.call(method, **fields)
+            except grpc.aio.AioRpcError as error:
+                if error.code().name not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                    raise
+                self._at = (self._at + 1) % len(self.clients)
                 await asyncio.sleep(POLL_S)
 
 

@@ -28,7 +28,7 @@ import grpc
 
 import doyen
 from doyen.quorum.etcd_api import rpc
-from etcd_door import POLL_S, Door, EtcdClient
+from etcd_door import POLL_S, AnyNode, Door
 from foreign import go_candidate
 from servers import Proxy
 from servers.environments import environment
@@ -402,9 +402,8 @@ class MixedLine:
         self.samples = 0
         self.waits: dict[str, float] = {}
         """The longest time until there was a leader, and until each observer knew, in seconds."""
-        self._clients = [EtcdClient(each, ping_s=1) for each in servers]
+        self._servers = AnyNode(servers, ping_s=1)
         self._first = 0
-        self._at = 0
         self._start = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -414,7 +413,7 @@ class MixedLine:
     async def running(self, *kinds: type[Candidate], go: bool = False) -> AsyncIterator[MixedLine]:
         """Candidates of these kinds, and observers of every kind."""
         async with asyncio.timeout(PATIENCE_S):
-            self._start = (await self._ask(rpc.PUT, key=b"start")).header.revision + 1
+            self._start = (await self._servers.call(rpc.PUT, key=b"start")).header.revision + 1
         etcdctl = str(obtain(ETCDCTL).path)
         watch = ["watch", "--prefix", f"{self.name}/", f"--rev={self._start}", *PINGS]
         self._spawn(
@@ -441,8 +440,7 @@ class MixedLine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for client in self._clients:
-                await client.__aexit__()
+            await self._servers.close()
 
     def add(self, kind: type[Candidate]) -> None:
         """One more candidate of this kind."""
@@ -474,16 +472,6 @@ class MixedLine:
 
     # What the servers say.
 
-    async def _ask(self, method: rpc.EtcdMethod, **fields: Any) -> Any:
-        while True:
-            try:
-                return await self._clients[self._at].call(method, **fields)
-            except grpc.aio.AioRpcError as error:
-                if error.code().name not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-                    raise
-                self._at = (self._at + 1) % len(self._clients)
-                await asyncio.sleep(POLL_S)
-
     async def places(self) -> list[Place]:
         """All candidates in the line, in order."""
         found = await self._entries()
@@ -491,7 +479,7 @@ class MixedLine:
 
     async def _entries(self) -> Any:
         begin, end = f"{self.name}/".encode(), f"{self.name}0".encode()
-        return (await self._ask(rpc.RANGE, key=begin, range_end=end)).kvs
+        return (await self._servers.call(rpc.RANGE, key=begin, range_end=end)).kvs
 
     async def clear(self, proposal: bytes) -> None:
         """End the leases of all candidates with this proposal."""
@@ -502,15 +490,15 @@ class MixedLine:
     async def revoke(self, key: str) -> None:
         """End the lease of a candidate."""
         with suppress(grpc.aio.AioRpcError):  # it has ended
-            await self._ask(rpc.REVOKE, ID=int(key.rpartition("/")[2], 16))
+            await self._servers.call(rpc.REVOKE, ID=int(key.rpartition("/")[2], 16))
 
     async def history(self) -> list[tuple[str, str, int]]:
         """Every change of the line: what it was, its key, and the creation revision of the key."""
         begin, mark = f"{self.name}/".encode(), f"{self.name}0".encode()
-        last = (await self._ask(rpc.PUT, key=mark)).header.revision
+        last = (await self._servers.call(rpc.PUT, key=mark)).header.revision
         end = mark + b"\0"
         create = {"key": begin, "range_end": end, "start_revision": self._start, "prev_kv": True}
-        stream = self._clients[self._at].stream(rpc.WATCH)
+        stream = self._servers.current.stream(rpc.WATCH)
         changes: list[tuple[str, str, int]] = []
         try:
             await stream.write(rpc.WATCH.request(create_request=create))

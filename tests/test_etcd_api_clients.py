@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import grpc
 import pytest
 
 import servers
 from doyen.quorum.etcd_api import rpc
-from etcd_door import POLL_S, Door, DoorCluster, DoorNode, EtcdClient
+from etcd_door import POLL_S, AnyNode, Door, DoorCluster, DoorNode, EtcdClient
 from servers.environments import environment
 from servers.etcd import ETCDCTL
 from servers.fetch import obtain
@@ -248,30 +248,12 @@ def test_python_clients(quorum: DoorCluster, kind: str, program: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
-class Resuming:
+class Resuming(AnyNode):
     """Calls any node until one answers, and watches across nodes."""
-
-    def __init__(self, addresses: list[str]) -> None:
-        self._clients = [EtcdClient(each, ping_s=2) for each in addresses]
-        self._at = 0
-
-    async def close(self) -> None:
-        for client in self._clients:
-            await client.__aexit__()
-
-    async def call(self, method: rpc.EtcdMethod, **fields: Any) -> Any:
-        while True:
-            try:
-                return await self._clients[self._at].call(method, **fields)
-            except grpc.aio.AioRpcError as error:
-                if error.code().name not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-                    raise
-                self._at = (self._at + 1) % len(self._clients)
-                await asyncio.sleep(POLL_S)
 
     async def watch(self, at: int, revision: int, told: list[tuple[int, bytes]]) -> None:
         while True:
-            stream = self._clients[at % len(self._clients)].stream(rpc.WATCH)
+            stream = self.clients[at % len(self.clients)].stream(rpc.WATCH)
             try:
                 create = {"key": KEY, "start_revision": revision}
                 await stream.write(rpc.WATCH.request(create_request=create))
@@ -331,7 +313,7 @@ def test_faults_under_watches_writes_and_leases(
     ctl = Etcdctl(addresses)
 
     async def trial() -> None:
-        clients = Resuming(addresses)
+        clients = Resuming(addresses, ping_s=2)
         leases = [(await clients.call(rpc.GRANT, TTL=TTL)).ID for _ in range(2)]
         for lease in leases:
             await clients.call(rpc.PUT, key=b"alive/%d" % lease, lease=lease)
@@ -354,7 +336,7 @@ def test_faults_under_watches_writes_and_leases(
 
         async def renew() -> None:
             while not stop.is_set():
-                for client in clients._clients:
+                for client in clients.clients:
                     stream = client.stream(rpc.KEEP_ALIVE)
                     try:
                         await stream.write(rpc.KEEP_ALIVE.request(ID=leases[0]))
