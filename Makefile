@@ -40,7 +40,7 @@ tests: $(VENV)/.dev
 	@$(call stage,tests,$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 chaos: $(VENV)/.dev
-	@$(call stage,chaos,$(BIN)/pytest -m chaos --numprocesses 2 --dist loadgroup)
+	@$(call stage,chaos,$(BIN)/pytest -m chaos --numprocesses 3 --dist loadgroup)
 
 # How long each part of the hunt takes: make hunt LIMIT=1h
 LIMIT ?= 10m

@@ -466,9 +466,14 @@ class MixedLine:
         self.observers.append(observer)
         url = f"etcd://{','.join(self.addresses)}?layout=concurrency"
         async with doyen.connect(url, ttl_s=TTL_S) as session:
+            was_unreachable = False
             async for leader in session.observe(self.name):
-                if isinstance(leader, doyen.Leader):
+                # The leader is stated again after `Unreachable`, and only then.
+                if isinstance(leader, doyen.Leader) and not (
+                    was_unreachable and observer.seen[-1:] == [leader.token]
+                ):
                     observer.seen.append(leader.token)
+                was_unreachable = isinstance(leader, doyen.Unreachable)
 
     # What the servers say.
 

@@ -11,7 +11,7 @@ from doyen.stores.etcd.diagnosis import EtcdMemberState, findings
 from servers import Etcd, free_port
 from test_etcd import opened
 
-GOOD = EtcdMemberState(member="h:2379", version="3.6.12")
+GOOD = EtcdMemberState(member="h:2379")
 THREE = [replace(GOOD, member=f"h{number}:2379") for number in range(3)]
 
 
@@ -23,6 +23,13 @@ def test_a_sound_cluster_has_no_findings() -> None:
     assert problems(*THREE) == []
 
 
+def test_the_newest_release_is_not_told_to_update() -> None:
+    (finding,) = problems(*(replace(each, version="3.6.12") for each in THREE))
+    assert finding.level == "note"
+    assert "move-leader" in finding.remedy
+    assert "update" not in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("version", "issues"),
     [
@@ -30,10 +37,11 @@ def test_a_sound_cluster_has_no_findings() -> None:
         ("3.5.1", ["etcd#13766", "etcd#14370", "etcd#15247", "etcd#20418"]),
         ("3.5.12", ["etcd#15247", "etcd#20418"]),
         ("3.5.13", ["etcd#20418"]),
-        ("3.5.28", []),
-        ("3.6.8", ["etcd#20418"]),
-        ("3.6.9", []),
-        ("3.7.0-rc.0", []),
+        ("3.5.16", ["etcd#18428", "etcd#20418"]),
+        ("3.5.28", ["etcd#18428"]),
+        ("3.6.8", ["etcd#18428", "etcd#20418"]),
+        ("3.6.9", ["etcd#18428"]),
+        ("3.7.0-rc.0", ["etcd#18428"]),
     ],
 )
 def test_known_defects_are_reported_by_version(version: str, issues: list[str]) -> None:

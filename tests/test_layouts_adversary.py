@@ -326,5 +326,5 @@ def test_a_mutant_is_detected(engine: str, mutant: str, monkeypatch: pytest.Monk
         make_broken,
         monkeypatch,
         lambda seed: CONTESTS[engine](seed, monkeypatch),
-        range(1, 6),
+        range(1, 21),
     )

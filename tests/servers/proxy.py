@@ -172,6 +172,8 @@ class Proxy:
         task = self._loop.create_task(self._serve(reader, writer))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+        # A task that is cancelled before its first step does not reach its `finally`.
+        task.add_done_callback(lambda _: _reset(writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection of a client until it ends."""
@@ -265,9 +267,11 @@ class Proxy:
 
         async def end() -> None:
             await self._stop_listening()
-            await self._end_forwarding()
-            for task in set(self._serving):
-                task.cancel()
+            # A connection that was accepted just before is given to `_accept` by a task of asyncio.
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in self._serving | self._forwarding:
+                    task.cancel()
+                await asyncio.wait(others, timeout=0.01)
             await asyncio.sleep(0.01)  # let transports call connection_lost
 
         if not self._loop.is_closed():

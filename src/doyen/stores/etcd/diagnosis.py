@@ -50,6 +50,17 @@ _DEFECTS = (
         "after a stall of its own leader it can revoke leases that are alive (etcd#15247): a second"
         " leader may be elected while the first still runs, and only tokens protect",
     ),
+    Defect(
+        (3, 5, 16),
+        None,
+        "note",
+        "a leader of etcd whose process was suspended for longer than the ttl, as in a paused"
+        " virtual machine, can revoke leases that are alive when it resumes, although another"
+        " member has replaced it (etcd#18428): a second leader may be elected before the first"
+        " learns of it, and only tokens protect",
+        "check tokens where the leader writes, and move etcd's leader (etcdctl move-leader) before"
+        " its machine is paused",
+    ),
     Defect((0,), (3, 5, 28), "note", _STALE_READS),
     Defect((3, 6, 0), (3, 6, 9), "note", _STALE_READS),
 )
