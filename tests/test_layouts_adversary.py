@@ -58,6 +58,10 @@ class LineOracle(WireOracle):
                 self.object(f"{term} is valid, but {self._line.first()} is first in line")
 
 
+PAUSE_S = 0.01
+"""How long a stranger pauses at least."""
+
+
 class Stranger:
     """A candidate of another program, which acts when the server receives a request: it joins,
     leads, and leaves."""
@@ -68,18 +72,22 @@ class Stranger:
         self._entry: int | None = None
         """The token of its entry in the line."""
         self._led = False
+        self._next = 0.0
+        """When it may join or leave again. Each change of the line wakes all that watch it: if the
+        stranger acted on each of their requests, time would stand still."""
         self.terms = 0
 
     def act(self, join: Callable[[], int | None], leave: Callable[[], None]) -> None:
-        draw = self._rng.random()
-        if self._entry is None:
-            if draw < 0.06:
-                self._entry, self._led = join(), False
-        elif self._line.first() == self._entry and not self._led:
+        draw, now = self._rng.random(), asyncio.get_running_loop().time()
+        if self._entry is not None and self._line.first() == self._entry and not self._led:
             self.terms, self._led = self.terms + 1, True
-        elif draw < 0.08:
-            leave()
-            self._entry = None
+        elif now >= self._next and draw < (0.06 if self._entry is None else 0.08):
+            self._next = now + PAUSE_S
+            if self._entry is None:
+                self._entry, self._led = join(), False
+            else:
+                leave()
+                self._entry = None
 
 
 class EtcdLine(EtcdModel):
