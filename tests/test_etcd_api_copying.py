@@ -153,6 +153,15 @@ def test_what_is_left_alone_and_what_is_refused(
         assert (done.keys, [done.revision]) == (203, compacted)
         assert await records(target) == await records(source)
 
+        # Nor does it then overwrite what it has not been allowed to.
+        compacted.clear()
+        await target.call(rpc.PUT, key=b"theirs", value=b"o")
+        with pytest.raises(OrderFailed, match=r"has 1 key that .* such as 'theirs'"):
+            await sides.copy()
+        assert compacted
+        assert b"theirs" in await records(target)
+        assert (await sides.copy(replace=True)).deleted == 1
+
         # What the target does not accept is named.
         await source.call(rpc.PUT, key=b"huge", value=b"x" * 10)
 

@@ -39,11 +39,14 @@ from doyen.stores.port import StoreURL, tls_remedy
 
 PAGE_BYTES: Final = 2 << 20
 """About how much is read at a time."""
-PAGE_KEYS: Final = 5000
+PAGE_KEYS: Final = 128
+"""The most keys that are read at a time, whatever their size: the next ones may be the largest."""
 FIRST_PAGE: Final = 64
 BATCH: Final = 100
 """How many keys are written at a time. etcd allows 128."""
 BATCH_BYTES: Final = 512 << 10
+LEASES_AT_ONCE: Final = 32
+"""How many leases are copied at a time, so that those with short ttls do not end meanwhile."""
 ANSWER_S: Final = 5.0
 PATIENCE_S: Final = 30.0
 """How long a side may be unavailable."""
@@ -154,8 +157,9 @@ class KeyspaceSide:
         found = await self.ask(rpc.RANGE, key=self._start, range_end=self._end, count_only=True)
         return found.count, found.header.revision, found.header.cluster_id
 
-    async def scan(self, revision: int) -> AsyncIterator[Any]:
-        """All keys at a revision, in order."""
+    async def scan(self, revision: int = 0) -> AsyncIterator[Any]:
+        """All keys, in order: at one revision or, if it is 0, each page at the latest one. That
+        serves for the target, whose own history may be compacted because of what is written."""
         key, limit = self._start, FIRST_PAGE
         while True:
             page = await self.ask(
@@ -271,11 +275,18 @@ async def copy(
     progress: Progress = lambda *_: None,
 ) -> Copied:
     """Make the target have what the source has. Raises `OrderFailed` if that was not done."""
+    if (await source.size())[2] == (await target.size())[2]:
+        raise ConfigError(f"{source.name} and {target.name} are the same cluster")
+    may_write = replace
     for _ in range(TRIES):
         try:
+            if not may_write:
+                await _refuse_conflicts(source, target)
+                may_write = True
             return await _copy(source, target, replace, progress)
         except _Compacted:
-            replace = True  # what the last attempt has written may be older than the source now
+            # What this attempt has written, if it has, may be older than the source now.
+            replace = may_write
     raise OrderFailed(
         f"{source.name} compacts its revisions faster than they can be copied: stop the programs"
         " that write to it, and run the command again"
@@ -285,14 +296,9 @@ async def copy(
 async def _copy(
     source: KeyspaceSide, target: KeyspaceSide, replace: bool, progress: Progress
 ) -> Copied:
-    total, revision, cluster = await source.size()
-    present, since, other = await target.size()
-    if cluster == other:
-        raise ConfigError(f"{source.name} and {target.name} are the same cluster")
-    if present and not replace:
-        await _refuse_conflicts(source.scan(revision), target, since)
+    total, revision, _ = await source.size()
     sums, writer, done = _Sums(), _Writer(target), 0
-    async for here, there in _paired(source.scan(revision), target.scan(since)):
+    async for here, there in _paired(source.scan(revision), target.scan()):
         if here is None:
             if replace:
                 await writer.delete(there.key)
@@ -306,9 +312,8 @@ async def _copy(
     leases = sums.leases | (await source.leases() if source.whole else set())
     ended = await _copy_leases(source, target, leases, progress)
     if sums.leases:
-        _, since, _ = await target.size()
         done = 0
-        async for here, there in _paired(source.scan(revision), target.scan(since)):
+        async for here, there in _paired(source.scan(revision), target.scan()):
             if here is not None and here.lease and here.lease not in ended:
                 same = there is not None and (there.value, there.lease) == (here.value, here.lease)
                 if not same:
@@ -330,20 +335,22 @@ async def _copy(
     )
 
 
-async def _refuse_conflicts(
-    records: AsyncIterator[Any], target: KeyspaceSide, revision: int
-) -> None:
+async def _refuse_conflicts(source: KeyspaceSide, target: KeyspaceSide) -> None:
     """Raise `OrderFailed` if the target has anything that the source does not have."""
+    if not (await target.size())[0]:
+        return
+    _, revision, _ = await source.size()
     count, first = 0, b""
-    async for here, there in _paired(records, target.scan(revision)):
+    async for here, there in _paired(source.scan(revision), target.scan()):
         if there is not None and (here is None or here.value != there.value):
             count += 1
             first = first or there.key
     if count:
+        keys = "key" if count == 1 else "keys"
         raise OrderFailed(
-            f"{target.name} has {count:,} keys that the source does not have, or has with other"
-            f" values, such as {_shown(first)}. Nothing was changed. To make it equal to the"
-            " source, add --replace"
+            f"{target.name} has {count:,} {keys} that the source does not have, or"
+            f" has with other values, such as {_shown(first)}. Nothing was changed. To"
+            " make it equal to the source, add --replace"
         )
 
 
@@ -352,20 +359,40 @@ async def _copy_leases(
 ) -> set[int]:
     """Grant leases with the time that they have left. Returns those that have ended."""
     ended: set[int] = set()
-    for done, lease in enumerate(sorted(leases), 1):
-        left = await source.left(lease)
-        if left < 0:
-            ended.add(lease)
-            continue
-        there = await target.left(lease)
-        if there >= 0 and abs(there - left) > TTL_SLACK:
-            # It was copied before, and has been renewed since. Its ttl cannot be changed.
-            await target.revoke(lease)
-            there = -1
-        if there < 0:
-            await target.grant(lease, left)
-        progress("copying leases", done, len(leases))
+    remaining = iter(sorted(leases))
+    done = 0
+
+    async def work() -> None:
+        nonlocal done
+        for lease in remaining:
+            if not await _copy_lease(source, target, lease):
+                ended.add(lease)
+            done += 1
+            progress("copying leases", done, len(leases))
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(LEASES_AT_ONCE, len(leases)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return ended
+
+
+async def _copy_lease(source: KeyspaceSide, target: KeyspaceSide, lease: int) -> bool:
+    """Grant a lease with the time that it has left. False if it has ended."""
+    left = await source.left(lease)
+    if left < 0:
+        return False
+    there = await target.left(lease)
+    if there >= 0 and abs(there - left) > TTL_SLACK:
+        # It was copied before, and has been renewed since. Its ttl cannot be changed.
+        await target.revoke(lease)
+        there = -1
+    if there < 0:
+        await target.grant(lease, left)
+    return True
 
 
 async def _check(
