@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
 from doyen.errors import TicketGone
-from doyen.model import Entry, Finding, Lease, Version
+from doyen.model import Claim, Entry, Finding, Lease, Version
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.connection import EtcdCluster
 from doyen.stores.etcd.store import EtcdStore, absent, created, unchanged
@@ -61,16 +61,14 @@ class ConcurrencyStore(LineLayout, EtcdStore):
         return self._joined(line, answer.responses)[0]
 
     async def _first(self, line: str) -> Entry | None:
-        found = await self._read_line(line, limit=1, sort_target="CREATE", sort_order="ASCEND")
+        found = await self._read_one(line, sort_order="ASCEND")
         return found[0] if found else None
 
     async def _before(self, ticket: Entry) -> Entry | None:
         line = ticket.key.rpartition("/")[0]
-        found = await self._read_line(
+        found = await self._read_one(
             line,
             [created(self._at(ticket.key), ticket.revision)],
-            limit=1,
-            sort_target="CREATE",
             sort_order="DESCEND",
             max_create_revision=ticket.revision - 1,
         )
@@ -120,6 +118,22 @@ class ConcurrencyStore(LineLayout, EtcdStore):
 
     async def diagnose(self) -> Sequence[Finding]:
         return [*await super().diagnose(), self._findings()]
+
+    async def _read_one(
+        self, line: str, conditions: Sequence[Any] = (), **options: Any
+    ) -> list_[Entry] | None:
+        """The first candidate in some order, with its claim; None if a condition does not hold."""
+        while True:
+            found = await self._read_line(
+                line, conditions, limit=1, sort_target="CREATE", **options
+            )
+            if not found or Claim.decode(found[0].value).attempt:
+                return found
+            # It is foreign, or the claim that was read is that of a candidate whose key somebody
+            # has deleted: that stays until its lease ends.
+            ticket = await self._ticket(found[0].key)
+            if ticket is not None and ticket.revision == found[0].revision:
+                return [ticket]
 
     async def _read_line(
         self, line: str, conditions: Sequence[Any] = (), **options: Any

@@ -39,6 +39,17 @@ from doyen.stores.port import Creation, Watch
 __all__ = ["LineLayout", "Place", "foreign_claim", "place_of", "plain_claim"]
 
 _KINDS = ("elections", "locks")
+_SHOWN_KINDS = {
+    "": "lists of elections",
+    "challenges": "members",
+    "config": "configurations",
+    "elections": "lists of elections",
+    "locks": "lists of locks",
+    "published": "published lists",
+    "runs": "schedules",
+    "trails": "the history of terms",
+}
+"""How the kinds of keys that are refused are called in errors, if not by their own name."""
 _SHOWN = 1000
 """How many bytes of a foreign candidate's value are shown as its name."""
 
@@ -63,8 +74,7 @@ def place_of(key: str, layout: str) -> Place:
     """
     kind, name, part, rest = (*key.split("/", 3), "", "", "")[:4]
     if kind not in _KINDS or not name:
-        what = {"": "lists of elections", "elections": "lists of elections"}.get(kind, kind)
-        refuse(layout, what)
+        refuse(layout, _SHOWN_KINDS.get(kind, kind))
     if part == "line" and rest:
         part = "ticket"
     elif part not in ("leader", "line") or rest:
