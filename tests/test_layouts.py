@@ -149,7 +149,7 @@ async def test_what_a_layout_cannot_carry_is_refused(
                 raise AssertionError
         with pytest.raises(doyen.StoreUnusable, match="no place for members"):
             await ours.members("refused")
-        with pytest.raises(doyen.StoreUnusable, match="no place for trails"):
+        with pytest.raises(doyen.StoreUnusable, match="no place for the history of terms"):
             await ours.history("refused")
         with pytest.raises(doyen.StoreUnusable, match="no place for lists of elections"):
             await ours.inventory("elections")
@@ -229,6 +229,39 @@ async def test_keys_are_those_of_the_other_program(request: pytest.FixtureReques
             leader = await ours.leader("/app/keys")
             assert leader is not None
             assert leader.name == "prefixed"
+
+
+async def test_a_claim_without_a_candidate_does_not_hide_others(
+    request: pytest.FixtureRequest,
+) -> None:
+    """An operator has deleted the key of a candidate of doyen. Its claim is there until its lease
+    ends."""
+    async with others_on("etcd", request) as etcdctl, session(etcdctl) as ours:
+        left = etcdctl.run("put", "/doyen/claims/hidden/1", '{"name": "left", "attempt": "1"}')
+        assert await left.line() == "OK"
+        async with ours.campaign("hidden", name="ours"):
+            leader = await ours.leader("hidden")
+            assert leader is not None
+            assert (leader.name, leader.foreign) == ("ours", False)
+            assert await line_of(ours, "hidden", 1) == [("ours", True, False)]
+
+
+async def test_who_waits_is_not_shown_without_a_line(
+    consul: Consul, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with (
+        others_on("consul", request) as others,
+        session(others) as ours,
+        ours.campaign("lineless", name="first") as term,
+    ):
+        line = ["line", "lineless", "--store", others.url]
+        capsys.readouterr()
+        assert await asyncio.to_thread(main, line) == 0
+        leads = f"first leads lineless, token {term.token}"
+        expected = f"{leads}; this store does not show who waits\n"
+        assert capsys.readouterr().out == expected
+        assert await asyncio.to_thread(main, [*line, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["complete"] is False
 
 
 async def test_a_key_that_is_not_a_lock_is_refused(

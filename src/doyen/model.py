@@ -170,6 +170,8 @@ class Line:
 
     leader: Leader | None
     candidates: tuple[Candidate, ...] = ()
+    complete: bool = True
+    """False if the store does not show who waits, as with `layout=lock` on Consul."""
 
 
 TermEnd = Literal["", "resigned", "lost"]

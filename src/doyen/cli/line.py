@@ -27,7 +27,8 @@ from doyen.session import connect
 MANUAL = """\
 Shows the line of an election in the order in which candidates will lead: by priority, then by
 arrival. The leader keeps its place in the line, so a candidate of higher priority may wait ahead of
-it. Candidates with the recipe "race" have no ticket and are not shown until they lead.
+it. Candidates with the recipe "race" have no ticket and are not shown until they lead. With
+layout=lock on Consul there is no line, and only the leader is shown.
 
 With --watch the line is shown again after every change, until Ctrl-C. If the store does not answer
 for a ttl, that is shown, with the line that was known last.
@@ -94,8 +95,11 @@ def _table(line: Line) -> Table:
 
 
 def _title(election: str, line: Line, kind: Kind) -> str:
-    waiting = sum(not each.leads for each in line.candidates)
-    return f"{leader_text(election, line.leader, kind)}; {waiting or 'none'} waiting"
+    count = sum(not each.leads for each in line.candidates)
+    waiting = f"{count or 'none'} waiting"
+    if not line.complete:
+        waiting = "this store does not show who waits"
+    return f"{leader_text(election, line.leader, kind)}; {waiting}"
 
 
 def _view(election: str, line: Line, kind: Kind) -> View:
@@ -116,4 +120,5 @@ def _as_dict(election: str, line: Line, kind: Kind) -> dict[str, Any]:
             }
             for position, each in enumerate(line.candidates, 1)
         ],
+        **({} if line.complete else {"complete": False}),
     }

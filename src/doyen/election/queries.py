@@ -57,7 +57,8 @@ async def read_line(core: SessionCore, election: str, kind: Kind = "elections") 
     """The leader and all candidates in line. The leader keeps its ticket and is marked."""
     record = await core.call(core.store.get(leader_key(election, kind)))
     tickets = await core.call(core.store.list(line_key(election, kind)))
-    return line_of(election, record, tickets, kind)
+    line = line_of(election, record, tickets, kind)
+    return line if core.limits.has_line else replace(line, complete=False)
 
 
 async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
