@@ -197,8 +197,11 @@ async def test_an_election_that_was_given_up_is_not_one_whose_leader_failed(plac
         assert seen.get(f"doyen_election_led{labels(election=election)}", 0.0) == 0
         return seen.get(f"doyen_election_wanted{labels(election=election)}")
 
+    # A name that doyen does not give, and whose trail cannot be read.
+    place.server.create("elections/%0A/leader", b"{}", place.server.grant(1e6).id)
     async with resigning.campaign("retired", name="a"):
         await asyncio.sleep(5.0)
+        place.server.delete("elections/%0A/leader")
         with pytest.raises(LeadershipLost):
             async with failing.campaign("failed", name="b"):
                 await asyncio.sleep(5.0)

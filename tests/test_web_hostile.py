@@ -12,8 +12,10 @@ import pytest
 from candidates import Capture
 from doyen.cli._output import print_json
 from doyen.cli.list import as_dict, view
+from doyen.model import is_name
 from doyen.web import trail as trails
 from doyen.web.board import Board
+from doyen.web.hub import TRAIL_S
 from doyen.web.observation import StoreObservation
 from doyen.web.terms import TERMS, ElectionRow
 from doyen.web.trail import AuditTrail, TrailReader
@@ -36,7 +38,7 @@ RAW = (b"", b"NaN", b"\xff\xfe", b"[" * 30_000, b'{"name":' * 10_000, b"Infinity
 
 CLAIM = {"name": "a", "attempt": "1", "meta": {"host": "h"}, "rank": 0, "since": 1.0, "ttl_s": 5.0}
 DOCUMENT = {"schema": 1, "version": 1, "token": 1, "id": "i"}
-PLAN = {
+PLAN: dict[str, Any] = {
     **DOCUMENT,
     "generation": 1,
     "open": True,
@@ -44,7 +46,7 @@ PLAN = {
     "owners": [0, 1],
     "note": "n",
     "members": {"a": [1, "up", "", 1.0]},
-    "moves": {"0": {"to": "b", "incarnation": 1, "id": 1, "ready": True, "stuck": False}},
+    "moves": {"0": {"to": "b", "incarnation": 1, "id": 1, "ready": True, "stuck": False, "age_s": 1.0}},
     "aside": {"1": "why"},
     "grace": {"b": 1.0},
 }
@@ -140,6 +142,69 @@ async def test_whatever_stands_in_the_store_the_page_is_shown(
     print_json(as_dict(seen))
     strict(capsys.readouterr().out.encode())
     for entry in [entry for key in VALUES for entry in place.server.list(key.partition("/")[0])]:
+        place.server.delete(entry.key)
+
+
+LONG = "%D8%AA%3Cb%3E" * 2000
+KEYS = (
+    *(f"{kind}/x" for kind in ("elections", "locks", "semaphores", "barriers", "members")),
+    *("shards/x", "config/x", "config/x/history", "config/x/applied", "config/%0A/current"),
+    *(f"{kind}/{LONG}/leader" for kind in ("elections", "locks")),
+    *("elections/%0A%1B/leader", "elections/%ED%A0%80/leader", "elections//leader"),
+    *(f"shards/x/at/{number}/leader" for number in ("9" * 5000, "x", "")),
+    *(f"semaphores/x/slots/{number}/leader" for number in ("9" * 5000, "x", "")),
+    *("semaphores/x/slots", "semaphores/x/slots/0", f"members/{LONG}/{LONG}"),
+)
+"""Keys that doyen does not write."""
+PLANS: tuple[dict[str, Any], ...] = (
+    {**PLAN, "grace": {"b": float("nan")}},
+    {**PLAN, "moves": {"0": {**PLAN["moves"]["0"], "to": ""}, "-9": PLAN["moves"]["0"]}},
+    {**PLAN, "members": {"": [1, "up", "", float("inf")]}, "aside": {"x" * 5000: "y" * 5000}},
+)
+
+
+@virtual
+async def test_whatever_keys_stand_in_the_store_the_page_is_shown(
+    place: Place, capsys: Capture
+) -> None:
+    lease = place.server.grant(1e6).id
+    for key in KEYS:
+        place.server.create(key, json.dumps(CLAIM).encode(), lease)
+    for number, plan in enumerate(PLANS):
+        place.server.put(f"shards/p{number}/plan", json.dumps(plan).encode(), None)
+        nameless = json.dumps({**CLAIM, "name": ""}).encode()
+        place.server.create(f"shards/p{number}/at/0/leader", nameless, lease)
+    async with observed(place) as hub:
+        await until(lambda: all(topic in hub.board.topics for topic in ("shards", "configs")))
+        page = hub.board.open_page()
+        page.show(hub.board.rows)
+        hub.shown_changed()
+        await asyncio.sleep(2 * TRAIL_S)
+        health = hub.board.topics["health"]
+        assert (health["reachable"], health["stale"]) == (True, [])
+        while (message := hub.board.message(page)) is not None:
+            strict(message.partition(b"data: ")[2])
+        odd = [key for key, row in hub.board.rows.items() if not is_name(row.name)]
+        assert len(odd) >= 4
+        assert all(len(key) < 100 and hub.board.rows[key].key == key for key in odd)
+        assert len(hub.board.topics["shards"]) == len(PLANS) + 1
+        observation = StoreObservation("memory://x")
+        observation.board, observation.hub = hub.board, hub
+        async with client(observation) as http:
+            for key in odd:
+                found = await http.get("/api/election", params={"key": key})
+                assert strict(found.content)["leader"]["name"] == "a"
+            for name in ("x", "\n", "y" * 10_000):
+                found = await http.get("/api/config", params={"name": name})
+                assert found.status_code in (400, 404), name
+    session = await place.open()
+    seen = await session.inventory()
+    capsys.readouterr()
+    print_json(as_dict(seen))
+    strict(capsys.readouterr().out.encode())
+    for part in view(seen).parts:
+        assert str(part).replace("\n", "").isprintable()
+    for entry in [entry for kind in {key.split("/")[0] for key in KEYS} for entry in place.server.list(kind)]:
         place.server.delete(entry.key)
 
 

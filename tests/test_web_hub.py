@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from doyen.model import Entry, Order
 from doyen.stores.port import Store, Watch
 from doyen.testing.faults import Faults
 from doyen.web.board import Board
-from doyen.web.hub import Hub
-from doyen.web.panels import config_detail, panels_of
+from doyen.web.hub import SHARE, SHORT, Hub
+from doyen.web.panels import PagePanel, config_detail, panels_of
 from doyen.web.terms import ElectionRow, LeaseSight, SeenTerm
 from doyen.web.trail import AuditTrail
 from support import TTL_S, Place, core_of, until, virtual
@@ -292,6 +293,39 @@ async def test_a_part_that_cannot_be_read_is_named_while_the_rest_is_live(place:
             stores[0].refused.clear()
             await until(lambda: hub.watches == 2)
             await until(lambda: hub.board.topics["health"]["stale"] == [], TTL_S)
+
+
+class Slow(PagePanel):
+    """A panel whose readings take 3 s, and of which the second fails."""
+
+    topic = "slow"
+
+    def __init__(self, hub: Hub, listed: int) -> None:
+        super().__init__(hub)
+        self._listed = listed
+        self.began: list[float] = []
+
+    async def read(self) -> int:
+        self.began.append(self.hub.core.runtime.clock.now())
+        await asyncio.sleep(3.0)
+        if len(self.began) == 2:
+            raise StoreUnavailable("no answer")
+        return len(self.began)
+
+
+@virtual
+async def test_a_reading_that_waits_or_fails_is_soon_repeated(place: Place) -> None:
+    """A node that does not answer delays the reading of all nodes, and costs nothing."""
+    async with observed(place) as hub:
+        panels = Slow(hub, 3), Slow(hub, SHORT + 1)
+        reading = [asyncio.ensure_future(panel.run()) for panel in panels]
+        await asyncio.sleep(70)
+        for each in reading:
+            each.cancel()
+        pauses = [[b - a - 3 for a, b in pairwise(panel.began)] for panel in panels]
+        assert max(pauses[0]) < 1.1
+        assert pauses[1][0] == pytest.approx(SHARE * 3, abs=0.1), "a long list is read less often"
+        assert pauses[1][1] < 1.1
 
 
 @virtual

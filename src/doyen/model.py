@@ -65,6 +65,8 @@ __all__ = [
     "described",
     "encode_json",
     "finite",
+    "is_name",
+    "json_text",
     "key_segment",
     "leader_key",
     "line_key",
@@ -74,6 +76,7 @@ __all__ = [
     "order_key",
     "published_key",
     "ready_key",
+    "segment_number",
     "shards_key",
     "size_key",
     "slots_key",
@@ -103,6 +106,8 @@ HAS: Mapping[Kind, str] = {
 }
 """Words of messages."""
 
+NAME_BYTES = 200
+"""Limit for the name of an election, and of whatever else has a name in keys."""
 CLAIM_BYTES = 64 * 1024
 """Limit for the name and meta of a candidate. Other candidates read them, on any engine."""
 
@@ -400,6 +405,27 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def json_text(value: object, *, compact: bool = False) -> str:
+    """JSON of what others may have written. A number that JSON does not have is null.
+
+    >>> json_text({"a": [1, float("nan")], "b": float("inf")})
+    '{"a": [1, null], "b": null}'
+    """
+    separators = (",", ":") if compact else None
+    try:
+        return json.dumps(value, separators=separators, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=separators)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _mapping(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
@@ -412,13 +438,31 @@ def key_segment(name: object, of: str = "an election") -> str:
         raise ConfigError(f"the name of {of} is a string of 1 to 200 bytes, not {name!r}")
     if not name.isprintable():  # also refuses what UTF-8 cannot encode
         raise ConfigError(f"the name of {of} has only printable characters, not {name!r}")
-    if (size := len(name.encode())) > 200:
+    if (size := len(name.encode())) > NAME_BYTES:
         raise ConfigError(
             f"the name of {of} is a string of 1 to 200 bytes, not of {size}: {name[:20]!r}…"
         )
     from urllib.parse import quote  # would take a tenth of the time to import doyen
 
     return quote(name, safe="")
+
+
+def is_name(name: str) -> bool:
+    """Whether doyen gives such a name to anything. Another program may have written any key.
+
+    >>> is_name("billing"), is_name("bill\\ning"), is_name("x" * 10_000)
+    (True, False, False)
+    """
+    return bool(name) and name.isprintable() and len(name.encode()) <= NAME_BYTES
+
+
+def segment_number(segment: str) -> int | None:
+    """The number of a shard or a slot that a segment of a key states; None if it states none.
+
+    >>> segment_number("7"), segment_number("x"), segment_number("9" * 5000)
+    (7, None, None)
+    """
+    return int(segment) if segment.isdecimal() and len(segment) < 10 else None
 
 
 def _path(name: object, kind: Kind) -> str:

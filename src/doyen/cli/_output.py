@@ -22,7 +22,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from doyen.errors import ConfigError
-from doyen.model import Kind
+from doyen.model import Kind, json_text
 from doyen.stores.choice import StoreChoice, choose_store
 from doyen.stores.kit.durations import parse_duration
 from doyen.stores.port import split_url
@@ -47,23 +47,7 @@ class Exit(IntEnum):
 def print_json(value: Any) -> None:
     """Print a value on one line and flush, so that a program can read a stream of them. A number
     that JSON does not have, which another program may have written into the store, is null."""
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(value))
-    print(text, flush=True)
-
-
-def _finite(value: Any) -> Any:
-    """
-    >>> _finite({"a": [1, float("nan")], "b": float("inf")})
-    {'a': [1, None], 'b': None}
-    """
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json_text(value), flush=True)
 
 
 class Console(Protocol):

@@ -57,14 +57,16 @@ def leader_text(election: str, leader: Leader | None, kind: Kind) -> str:
     'server1 leads billing, token 7, {"port": 80}'
     >>> leader_text("migration", None, "locks")
     'the lock migration is free'
+    >>> leader_text("a\\x1b[2J", None, "elections")
+    'a\\\\x1b[2J has no leader'
     """
-    lock = kind == "locks"
+    lock, shown = kind == "locks", printable(election)
     if leader is None:
-        return f"the lock {election} is free" if lock else f"{election} has no leader"
+        return f"the lock {shown} is free" if lock else f"{shown} has no leader"
     meta = f", {printable(leader.meta)}" if leader.meta else ""
     meta += ", foreign" if leader.foreign else ""
     has = "has the lock" if lock else "leads"
-    return f"{printable(leader.name)} {has} {election}, token {leader.token}{meta}"
+    return f"{printable(leader.name)} {has} {shown}, token {leader.token}{meta}"
 
 
 def leader_dict(leader: Leader | None) -> dict[str, Any] | None:

@@ -22,7 +22,18 @@ from doyen.errors import BadDocument, ConfigError
 from doyen.manage.documents import Versioned
 from doyen.manage.roster import Roster, roster_of
 from doyen.manage.shards.routing import ShardMap, map_of
-from doyen.model import Candidate, Claim, Entry, Kind, Leader, Line, Member, Unreachable, finite
+from doyen.model import (
+    Candidate,
+    Claim,
+    Entry,
+    Kind,
+    Leader,
+    Line,
+    Member,
+    Unreachable,
+    finite,
+    segment_number,
+)
 
 __all__ = [
     "INVENTORY_KINDS",
@@ -209,6 +220,8 @@ def part_of(kind: InventoryKind, entries: Iterable[Entry], now: float) -> Mappin
     by_name: dict[str, list[_Found]] = {}
     for entry in entries:
         _, name, *rest = entry.key.split("/")
+        if not rest:
+            continue  # not a key of doyen
         by_name.setdefault(unquote(name), []).append(_Found(rest, entry))
     parts = {}
     for name in sorted(by_name):
@@ -228,8 +241,8 @@ def _semaphore(name: str, found: list[_Found], _: float) -> SemaphoreState:
     holders, tickets, slots = {}, [], 0
     for each in found:
         match each.rest:
-            case ["slots", slot, "leader"] if slot.isdecimal():
-                holders[int(slot)] = leader_of(f"{name}/{slot}", each.entry, "semaphores")
+            case ["slots", slot, "leader"] if (number := segment_number(slot)) is not None:
+                holders[number] = leader_of(f"{name}/{slot}", each.entry, "semaphores")
             case ["line", _]:
                 tickets.append(each.entry)
             case ["size"]:
@@ -280,8 +293,8 @@ def _shards(name: str, found: list[_Found], _: float) -> ShardSetState:
                     error = str(problem)
             case ["spec"]:
                 count = _whole(_body(each.entry).get("count"))
-            case ["at", shard, "leader"] if shard.isdecimal():
-                owners[int(shard)] = Claim.decode(each.entry.value).name
+            case ["at", shard, "leader"] if (number := segment_number(shard)) is not None:
+                owners[number] = Claim.decode(each.entry.value).name
     return ShardSetState(plan, dict(sorted(owners.items())), count, error)
 
 

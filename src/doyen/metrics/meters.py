@@ -31,7 +31,7 @@ from doyen.events import (
 )
 from doyen.lease.clock import Clock, SystemClock
 from doyen.metrics.histogram import Histogram
-from doyen.model import Line, PastTerm, Unreachable
+from doyen.model import Line, PastTerm, Unreachable, is_name
 
 if TYPE_CHECKING:
     from doyen.manage.inventory import Inventory
@@ -357,6 +357,7 @@ class SessionMeters:
                 and meter.idle_since is not None
                 and meter.wanted
                 and meter.looks < LOOKS
+                and is_name(key.election)  # others are not of doyen, and have no trail
             ]
 
     def _forget_retired(self) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from doyen.model import json_text
 from doyen.web.terms import ElectionRow, LeaseSight
 
 __all__ = ["Board", "OpenPage"]
@@ -134,10 +135,10 @@ class Board:
     def _topic(self, topic: str) -> str:
         name = f"topic {topic}"
         if name not in self._encoded:
-            self._encoded[name] = json.dumps(self.topics[topic], separators=(",", ":"))
+            self._encoded[name] = json_text(self.topics[topic], compact=True)
         return self._encoded[name]
 
     def _row(self, key: str) -> str:
         if key not in self._encoded:
-            self._encoded[key] = json.dumps(self.rows[key].as_dict(), separators=(",", ":"))
+            self._encoded[key] = json_text(self.rows[key].as_dict(), compact=True)
         return self._encoded[key]

@@ -29,10 +29,10 @@ from doyen.election.trail import decode_trail
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events import LeaseEnded, Record
 from doyen.events.log_lines import log_line
-from doyen.model import Claim, Entry, Kind, Order, Version, leader_key, trail_key
+from doyen.model import Claim, Entry, Kind, Order, Version, is_name, leader_key, trail_key
 from doyen.stores.port import Watch
 from doyen.web.board import Board
-from doyen.web.terms import ElectionRow, LeaseSight, clipped
+from doyen.web.terms import ElectionRow, LeaseSight, clipped, row_key
 from doyen.web.trail import recorded_terms
 
 __all__ = ["Hub"]
@@ -76,7 +76,8 @@ class WatchedScope:
     kind: Kind
     path: str
     watch: Watch | None = None
-    rows: dict[str, None] = field(default_factory=dict)
+    rows: dict[str, str] = field(default_factory=dict)
+    """Its rows: their keys, and their names."""
     read_from: float = -1.0
     """When the newest read that was taken in had begun."""
     had: tuple[tuple[str, Version], ...] = ()
@@ -247,6 +248,7 @@ class Hub:
             for row in rows
             if row.kind == "elections"
             and self._trails.get(row.key, -inf) < row.changed_at + TRAIL_S
+            and is_name(row.name)  # others are not of doyen, and have no trail
         ][:READERS]
         reads = [self.call(self.core.store.get(trail_key(row.name))) for row in due]
         answers = await asyncio.gather(*reads, return_exceptions=True)
@@ -437,14 +439,14 @@ class Hub:
         board, now = self.board, self.board.wall()
         looks = _looks(scope, entries)
         held = {entry.lease for entry in entries if entry.lease is not None}
-        for name in dict.fromkeys([*looks, *(key.partition("/")[2] for key in scope.rows)]):
-            key = f"{scope.kind}/{name}"
+        for name in dict.fromkeys([*looks, *scope.rows.values()]):
+            key = row_key(scope.kind, name)
             record, tickets, order = looks.get(name, (None, [], None))
             row = board.rows.get(key)
             new = row is None
             if row is None:
                 row = board.rows[key] = ElectionRow(scope.kind, name)
-                scope.rows[key] = None
+                scope.rows[key] = name
             current = row.current
             lease = board.leases.get(current.lease) if current and current.lease else None
             if row.look(record, tickets, order, now, first=first and new, lease=lease, held=held):

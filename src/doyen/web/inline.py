@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from doyen.model import json_text
 
 __all__ = ["one_file"]
 
@@ -39,7 +40,7 @@ def one_file(
         " img-src data:; base-uri 'none'; form-action 'none'"
     )
     # In a script element only `<` can end the element or begin a comment.
-    plain = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    plain = json_text(data, compact=True).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

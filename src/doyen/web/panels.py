@@ -1,7 +1,8 @@
 """Groups, shards, configurations and nodes of a quorum, read from the store for the board.
 
-Each panel is read again after a pause that grows with what the reading costs, and at once after a
-notification where one watch covers the panel.
+Each panel is read again after a pause, and at once after a notification where one watch covers the
+panel. If there is much to list, the pause grows with what a reading costs. A reading that fails, or
+waits for a node that does not answer, costs nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from doyen.manage.members import MemberValue
 from doyen.manage.roster import SUSPECT_AFTER
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.spec import ShardSpec
-from doyen.model import Claim, Entry, finite
+from doyen.model import Claim, Entry, finite, segment_number
 from doyen.stores.port import Watch
-from doyen.web.hub import SHARE, Hub
+from doyen.web.hub import SHARE, SHORT, Hub
 from doyen.web.terms import clipped, value_text
 
 __all__ = ["ConfigPanel", "GroupPanel", "NodePanel", "PagePanel", "ShardPanel", "panels_of"]
@@ -37,6 +38,8 @@ BEATS = 12
 """How many renewals of a member are shown."""
 GONE_S = 120.0
 """How long a member that has gone is shown."""
+NODE_S = 2.0
+"""How long a node may take to tell its status. Others are shown no more often than that."""
 
 
 class PagePanel:
@@ -52,6 +55,8 @@ class PagePanel:
         self.hub = hub
         self._changed = asyncio.Event()
         self._watch: Watch | None = None
+        self._listed = 0
+        """How many entries the last reading listed."""
 
     async def run(self) -> None:
         """Read again and again, until cancelled."""
@@ -59,19 +64,21 @@ class PagePanel:
         try:
             while True:
                 self._changed.clear()
-                began = now()
+                began, pause_s = now(), self.every_s
                 try:
                     if self.prefix and self._watch is None:
                         watching = self.hub.core.store.watch(self.prefix, self._changed.set)
                         self._watch = await self.hub.call(watching)
                     self.hub.board.set(self.topic, await self.read())
                     self.hub.part_read(self.topic)
+                    if self._listed > SHORT:
+                        pause_s = max(pause_s, SHARE * (now() - began))
                 except StoreError as error:
                     self.hub.part_failed(self.topic, error)
                     log.debug("%s", log_line(event="panel_failed", panel=self.topic, error=error))
                 cost_s = now() - began
                 try:
-                    async with asyncio.timeout(max(self.every_s, SHARE * cost_s)):
+                    async with asyncio.timeout(pause_s):
                         await self._changed.wait()
                         await asyncio.sleep(max(SETTLE_S, 2 * cost_s))
                 except TimeoutError:
@@ -83,6 +90,12 @@ class PagePanel:
     async def read(self) -> Any:
         """The value of the topic."""
         raise NotImplementedError
+
+    async def entries(self, prefix: str) -> list[Entry]:
+        """The entries below a prefix."""
+        entries = await self.hub.call(self.hub.core.store.list(prefix))
+        self._listed = len(entries)
+        return entries
 
 
 @dataclass(slots=True)
@@ -145,7 +158,7 @@ class GroupPanel(PagePanel):
         self._members: dict[str, HeardMember] = {}
 
     async def read(self) -> list[dict[str, Any]]:
-        entries = await self.hub.call(self.hub.core.store.list("members"))
+        entries = await self.entries("members")
         untold = [entry.lease for entry in entries if entry.lease and entry.remaining_s is None]
         left = await self.hub.remaining(dict.fromkeys(untold))
         now = self.hub.board.wall()
@@ -179,15 +192,18 @@ class ShardPanel(PagePanel):
     topic, prefix, every_s = "shards", "shards", 5.0
 
     async def read(self) -> list[dict[str, Any]]:
-        entries = await self.hub.call(self.hub.core.store.list("shards"))
+        entries = await self.entries("shards")
         sets: dict[str, dict[str, Any]] = {}
         for entry in entries:
-            parts = entry.key.split("/")
-            its = sets.setdefault(parts[1], {"at": {}})
-            if parts[2:] in (["spec"], ["plan"]):
-                its[parts[2]] = entry
-            elif parts[2] == "at" and parts[4:] == ["leader"] and parts[3].isdecimal():
-                its["at"][int(parts[3])] = (Claim.decode(entry.value).name, entry.revision)
+            _, name, *rest = entry.key.split("/")
+            if not rest:
+                continue  # not a key of doyen
+            its = sets.setdefault(name, {"at": {}})
+            match rest:
+                case ["spec" | "plan" as part]:
+                    its[part] = entry
+                case ["at", shard, "leader"] if (number := segment_number(shard)) is not None:
+                    its["at"][number] = (Claim.decode(entry.value).name, entry.revision)
         return [_shard_set(unquote(name), its) for name, its in sorted(sets.items())]
 
 
@@ -206,6 +222,10 @@ def _shard_set(name: str, its: dict[str, Any]) -> dict[str, Any]:
     everyone |= {move.to for move in plan.moves.values()}
     names = sorted(everyone - {""})
     index = {each: number for number, each in enumerate(names)}
+
+    def owner_of(shard: int) -> int:
+        return index.get(plan.owners[shard], -1) if 0 <= shard < plan.count else -1
+
     return {
         "name": clipped(name),
         "count": count,
@@ -215,10 +235,10 @@ def _shard_set(name: str, its: dict[str, Any]) -> dict[str, Any]:
         "members": [each in plan.members for each in names],
         "drained": [each for each in names if spec and spec.weights.get(each) == 0],
         "planned": [index.get(owner, -1) for owner in plan.owners],
-        "owners": [index[at[n][0]] if n in at else -1 for n in range(count)],
+        "owners": [index.get(at[n][0], -1) if n in at else -1 for n in range(count)],
         "tokens": [at[n][1] if n in at else 0 for n in range(count)],
         "moves": [
-            [n, index.get(plan.owners[n], -1) if n < plan.count else -1, index[move.to], _way(move)]
+            [n, owner_of(n), index.get(move.to, -1), _way(move)]
             for n, move in sorted(plan.moves.items())
         ],
         "aside": {str(n): clipped(why) for n, why in plan.aside.items()},
@@ -240,10 +260,12 @@ class ConfigPanel(PagePanel):
     topic, every_s = "configs", 3.0
 
     async def read(self) -> list[dict[str, Any]]:
-        entries = await self.hub.call(self.hub.core.store.list("config"))
+        entries = await self.entries("config")
         by_name: dict[str, list[Entry]] = {}
         for entry in entries:
-            by_name.setdefault(entry.key.split("/")[1], []).append(entry)
+            _, name, *rest = entry.key.split("/")
+            if rest:
+                by_name.setdefault(name, []).append(entry)
         shown = (_config(unquote(name), its) for name, its in sorted(by_name.items()))
         return [each for each in shown if each is not None]
 
@@ -258,7 +280,7 @@ def _config(name: str, entries: list[Entry]) -> dict[str, Any] | None:
         version = Versioned.decode(current)
     except BadDocument as bad:
         return {"name": clipped(name), "error": clipped(str(bad))}
-    kept = [path[1] for path in parts if path[0] == "history"]
+    kept = [path[1] for path in parts if path[0] == "history" and len(path) == 2]
     return {
         "name": clipped(name),
         "version": version.version,
@@ -282,10 +304,10 @@ async def config_detail(hub: Hub, name: str, version: int | None) -> dict[str, A
     versions: dict[int, Versioned] = {}
     applied = []
     for entry in entries:
-        part = entry.key.split("/")[2]
-        if part == "applied":
+        part = entry.key.split("/")[2:3]
+        if part == ["applied"]:
             applied.append(Applied.decode(entry))
-        elif part in ("current", "history"):
+        elif part in (["current"], ["history"]):
             try:
                 decoded = Versioned.decode(entry)
             except BadDocument:
@@ -353,7 +375,7 @@ def _diff(old: list[str], new: list[str]) -> list[list[str]]:
 
 
 class _Inspected(Protocol):
-    def inspect(self) -> Awaitable[Any]: ...
+    def inspect(self, within_s: float) -> Awaitable[Any]: ...
 
 
 class NodePanel(PagePanel):
@@ -365,7 +387,7 @@ class NodePanel(PagePanel):
         from doyen.stores.quorum.diagnosis import outsiders, remarks
 
         store: _Inspected = self.hub.core.store  # type: ignore[assignment]
-        states = await store.inspect()
+        states = await store.inspect(NODE_S)
         up = [state.condition for state in states if state.condition is not None]
         leads = max(
             (each for each in up if each.role == "leading"),

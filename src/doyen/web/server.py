@@ -30,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from doyen.errors import ConfigError, DoyenError, OrderFailed, StoreError
-from doyen.model import Claim
+from doyen.model import Claim, json_text
 from doyen.web.actions import act
 from doyen.web.observation import StoreObservation
 from doyen.web.panels import config_detail
@@ -138,7 +138,7 @@ def error_response(status: int, text: str) -> Response:
 
 def _json(value: Any, status: int = 200) -> Response:
     # In ASCII: names of others may have surrogates, which UTF-8 cannot encode.
-    return Response(json.dumps(value), status, media_type="application/json")
+    return Response(json_text(value), status, media_type="application/json")
 
 
 @cache

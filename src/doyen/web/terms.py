@@ -7,14 +7,15 @@ order to the leader, the end of its lease, or a lease that was still running.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from doyen.model import Claim, Entry, Kind, Order
+from doyen.model import Claim, Entry, Kind, Order, is_name
 
-__all__ = ["ElectionRow", "EndCause", "LeaseSight", "SeenTerm", "clipped", "value_text"]
+__all__ = ["ElectionRow", "EndCause", "LeaseSight", "SeenTerm", "clipped", "row_key", "value_text"]
 
 TERMS = 60
 """How many terms of an election are kept."""
@@ -51,6 +52,18 @@ def value_text(value: object, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent, sort_keys=indent is not None)
     except RecursionError:
         return "nested too deeply to be shown"
+
+
+@dataclassdef row_key(kind: str, name: str) -> str:
+    """The key of a row, which a page sends back: that of a name that doyen does not give is short.
+
+    >>> row_key("elections", "billing"), len(row_key("elections", "x" * 10_000))
+    ('elections/billing', 77)
+    """
+    if is_name(name):
+        return f"{kind}/{name}"
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"{kind}/{name[:50]}…{digest[:16]}"
 
 
 @dataclass(slots=True)
@@ -111,7 +124,7 @@ class ElectionRow:
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.name}"
+        return row_key(self.kind, self.name)
 
     @property
     def current(self) -> SeenTerm | None:

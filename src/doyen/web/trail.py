@@ -17,7 +17,7 @@ from typing import Any
 
 from doyen.model import PastTerm, finite
 from doyen.web.board import Board
-from doyen.web.terms import TERMS, EndCause, SeenTerm, clipped
+from doyen.web.terms import TERMS, EndCause, SeenTerm, clipped, row_key
 
 __all__ = ["AuditTrail", "GrowingLog", "TrailReader", "recorded_terms"]
 
@@ -87,7 +87,7 @@ class TrailReader:
             return self._lease_ended(line)
         if event not in ("elected", "lost", "resigned"):
             return None
-        key = f"{line.get('election_kind', 'elections')}/{line['election']}"
+        key = row_key(line.get("election_kind", "elections"), str(line["election"]))
         token, wall = line["token"], _time(line, "wall")
         if type(token) is not int:
             raise ValueError(f"{token!r} is not a token")

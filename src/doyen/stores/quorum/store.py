@@ -241,10 +241,17 @@ class QuorumStore(GuardedStore):
     async def diagnose(self) -> Sequence[Finding]:
         return findings(await self.inspect())
 
-    async def inspect(self) -> Sequence[NodeAnswer]:
-        """The status of each node: those of the URL, and others that they name."""
+    async def inspect(self, within_s: float | None = None) -> Sequence[NodeAnswer]:
+        """The status of each node: those of the URL, and others that they name. `within_s` is how
+        long each may take to answer, by default twice the time to connect."""
         self._require_usable()
-        states = await asyncio.gather(*map(self._inspect, self._nodes))
+        timeout_s = 2 * self._connect_timeout_s if within_s is None else within_s
+
+        async def ask(addresses: Sequence[str]) -> list[NodeAnswer]:
+            asked = (self._inspect(address, timeout_s) for address in addresses)
+            return await asyncio.gather(*asked)
+
+        states = await ask(self._nodes)
         known = {state.condition.node for state in states if state.condition}
         others: dict[str, str] = {}
         for state in states:
@@ -254,7 +261,7 @@ class QuorumStore(GuardedStore):
         named = {_place(address) for address in self._nodes}
         # Bounded, because each name that a node sends is an address that is dialled.
         unseen = [place for place in others if place not in named][:OTHERS]
-        states += await asyncio.gather(*map(self._inspect, unseen))
+        states += await ask(unseen)
         return [
             state if state.condition else state._replace(node=others.get(_place(state.address), ""))
             for state in states
@@ -274,9 +281,9 @@ class QuorumStore(GuardedStore):
     async def _release(self) -> None:
         await asyncio.gather(self._requests.close(), self._renewals.close())
 
-    async def _inspect(self, address: str) -> NodeAnswer:
+    async def _inspect(self, address: str, within_s: float) -> NodeAnswer:
         try:
-            async with asyncio.timeout(2 * self._connect_timeout_s):
+            async with asyncio.timeout(within_s):
                 return NodeAnswer(
                     address, await fetch_status(address, self._security, self._cluster.name)
                 )

@@ -89,6 +89,7 @@ function makeMember() {
 
 // ---- shards: one cell each, coloured by owner ------------------------------------------------
 const OWNERS = 10;
+const ownerName = (set, number) => number < 0 ? 'nobody' : said(set.names[number]);
 let chosen = 0, sets = [], cells = null, lit = -1, keyed = -1;   // keyed: the shard that the keyboard is on
 function drawShards(value) {
   sets = value;
@@ -126,7 +127,7 @@ function drawSet() {
   }));
   const lines = set.moves.slice(0, 4).map(([n, from, to, way]) => {
     const line = el('div'); line.dir = 'auto';
-    line.append(el('b', '', n), `  ${from < 0 ? 'nobody' : said(set.names[from])} → ${said(set.names[to])}, ${way}`);
+    line.append(el('b', '', n), `  ${ownerName(set, from)} → ${ownerName(set, to)}, ${way}`);
     return line;
   });
   for (const [n, why] of Object.entries(set.aside).slice(0, 3)) lines.push(el('div', 'red', `${n} is set aside: ${why}`));
@@ -184,7 +185,7 @@ function cellAt(event) {
 function tellShard(n) {
   const set = sets[chosen], owner = set.owners[n], move = set.moves.find(m => m[0] === n), planned = set.planned[n];
   const lines = [{ cls: 'head', text: `Shard ${n}` }, { cls: 'muted', text: owner < 0 ? 'no owner' : `${said(set.names[owner])}, token ${set.tokens[n]}` }];
-  if (move) lines.push({ cls: 'cause', text: `moves to ${said(set.names[move[2]])}: ${move[3]}` });
+  if (move) lines.push({ cls: 'cause', text: `moves to ${ownerName(set, move[2])}: ${move[3]}` });
   else if (planned >= 0 && planned !== owner) lines.push({ cls: 'cause', text: `planned for ${said(set.names[planned])}` });
   if (set.aside[n]) lines.push({ cls: 'cause red', text: `set aside: ${set.aside[n]}` });
   return lines;

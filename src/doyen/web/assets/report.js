@@ -1,6 +1,6 @@
 // The report of doyen verify: the verdict, and the terms of every election on one axis.
 
-import { $, clock, day, el, many, name, thousands } from './text.js';
+import { $, clock, day, el, many, name, plain, thousands } from './text.js';
 import { Tip, describe, drawAxis, drawLane } from './timeline.js';
 
 const data = JSON.parse($('data').textContent), tip = new Tip($('tip'));
@@ -76,7 +76,7 @@ function draw() {
     row.at = at;
     row.style.transform = `translateY(${at * h}px)`;
     row.setAttribute('aria-selected', at === selected);
-    row.label.textContent = lane.kind === 'elections' ? lane.name : `${lane.name} (${lane.kind.slice(0, -1)})`;
+    row.label.textContent = row.label.title = lane.kind === 'elections' ? plain(lane.name) : `${plain(lane.name)} (${lane.kind.slice(0, -1)})`;
     row.setAttribute('aria-label', `${lane.name}, ${many(lane.terms.length, 'term')}`);
     drawLane(row.lane, lane.terms, view, width, lane.marks);
   });

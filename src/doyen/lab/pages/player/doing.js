@@ -125,7 +125,8 @@ function makeDoing() {
     b.onclick = () => ifIdle(what);
     row.append(b);
   };
-  button('Another seed', () => rerun([], { seed: film.play.run.seed + 1 }));
+  if (!film.play.run.saved)
+    button('Another seed', () => rerun([], { seed: film.play.run.seed + 1 }));
   button('Undo all', () => rerun([]));
   button('Save as a file', save);
 }
