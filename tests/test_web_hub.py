@@ -257,6 +257,11 @@ class Refusing(Counted):
             raise StoreUnavailable(f"too much below {prefix}")
         return await super().list(prefix)
 
+    async def get(self, key: str) -> Entry | None:
+        if key in self.refused:
+            raise StoreUnavailable(f"{key} is not told")
+        return await self._store.get(key)
+
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         if scope in self.refused:
             raise StoreUnavailable(f"too many watches for {scope}")
@@ -283,6 +288,13 @@ async def test_a_part_that_cannot_be_read_is_named_while_the_rest_is_live(place:
         for part, read_at, error in health["stale"]:
             assert error == f"too much below {part}"
             assert failed_at - 1.1 <= read_at <= failed_at
+        stores[0].refused.clear()
+        await until(lambda: hub.board.topics["health"]["stale"] == [], TTL_S)
+        hub.board.open_page().show(["elections/e"])
+        stores[0].refused.add("elections/e/leader")
+        await until(lambda: hub.board.topics["health"]["stale"], TTL_S)
+        ((part, _, error),) = hub.board.topics["health"]["stale"]
+        assert (part, error) == ("leases", "elections/e/leader is not told")
         stores[0].refused.clear()
         await until(lambda: hub.board.topics["health"]["stale"] == [], TTL_S)
         stores[0].refused.add("elections/f")

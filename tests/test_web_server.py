@@ -186,9 +186,13 @@ class Machines:
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str]] = []
+        self.quiet_s = 0.0
 
     def processes(self) -> list[dict[str, Any]]:
         return [{"name": "server1", "state": "leading", "actions": [["kill", "Kill"]]}]
+
+    def silent_s(self) -> float:
+        return self.quiet_s
 
     async def act(self, action: str, process: str) -> str:
         if process != "server1":
@@ -371,6 +375,30 @@ async def test_a_page_of_processes_whose_terminal_has_stopped_says_so(
         await page.act("kill", "server1")
     page.tick()
     cluster.kill.assert_not_called()
+    assert page.silent_s() < 5
+
+
+async def test_processes_that_are_not_looked_at_any_more_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("doyen.web.hub.FAILING_S", 0.0)
+    machines = Machines()
+    async with served("memory://x", controls=machines) as (_, observation):
+
+        def stale() -> list[str]:
+            return [part for part, *_ in observation.board.topics.get("health", {}).get("stale", "x")]
+
+        await until(lambda: stale() == [])
+        machines.quiet_s = 10.0
+        await until(lambda: stale() == ["processes"])
+
+
+async def test_processes_are_acted_upon_while_the_store_cannot_be_opened() -> None:
+    machines = Machines()
+    async with client(StoreObservation("memory://x", controls=machines)) as http:
+        asked = {"action": "kill", "process": "server1"}
+        done = await http.post("/api/act", json=asked, headers=BEARER)
+        assert done.json() == {"done": "server1 was killed"}
 
 
 def test_a_page_that_ends_is_noticed() -> None:

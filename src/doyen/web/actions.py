@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from doyen.errors import ConfigError, OrderFailed
+from doyen.errors import ConfigError, OrderFailed, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.model import KINDS, Kind
 from doyen.session import Session
@@ -32,18 +32,33 @@ class ProcessControls(Protocol):
         """Each process: name, kind, state, detail, and the actions that apply to it."""
         ...
 
+    def silent_s(self) -> float:
+        """How long ago the processes were looked at."""
+        ...
+
     async def act(self, action: str, process: str) -> str:
         """Carry out an action, and say what was done. Raises `OrderFailed`."""
         ...
 
 
 async def act(
-    session: Session, controls: ProcessControls | None, asked: Mapping[str, Any], *, by: str
+    session: Session | None,
+    controls: ProcessControls | None,
+    asked: Mapping[str, Any],
+    *,
+    by: str,
 ) -> str:
-    """Carry out one action, and say what was done. Raises a `DoyenError` if that failed."""
+    """Carry out one action, and say what was done. Raises a `DoyenError` if that failed. Without a
+    session, which is so while the store cannot be opened, only processes can be acted upon."""
     action = _text(asked, "action")
     fields = {name: str(asked[name])[:200] for name in FIELDS if name in asked}
     log.info("%s", log_line(event="action", action=action, by=by, **fields))
+    if action in ("kill", "freeze", "thaw", "ask"):
+        if controls is None:
+            raise ConfigError("this page does not control processes")
+        return await controls.act(action, _text(asked, "process"))
+    if session is None:
+        raise StoreUnavailable("the store does not answer; nothing was done")
     match action:
         case "resign":
             name, kind = _text(asked, "name"), _kind(asked)
@@ -67,10 +82,6 @@ async def act(
             if undo:
                 return f"{member} may own shards of {name} again"
             return f"{member} owns no shard of {name} any more"
-        case "kill" | "freeze" | "thaw" | "ask":
-            if controls is None:
-                raise ConfigError("this page does not control processes")
-            return await controls.act(action, _text(asked, "process"))
     raise ConfigError(f"there is no action {action!r}")
 
 

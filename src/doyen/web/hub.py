@@ -202,10 +202,13 @@ class Hub:
                 await self.call(self.core.store.get(key))
                 await self._look_at_leases()
                 await self._read_trails()
+                self.part_read("leases")
             except StoreUnusable:
                 raise  # it has to be opened again
-            except StoreError:
-                if self._since is None and self._now() - self._answered > SILENT_S:
+            except StoreError as error:
+                if self._now() - self._answered <= SILENT_S:
+                    self.part_failed("leases", error)
+                elif self._since is None:
                     self._since = self._answered_at
             self._tell_health()
             await asyncio.sleep(PROBE_LEAST_S)
@@ -226,17 +229,22 @@ class Hub:
             row = self.board.rows.get(key)
             if row is not None and row.record is not None and row.record.lease is not None:
                 shown.setdefault(row.record.lease, row.record)
+        failed: StoreError | None = None
         known = await self.remaining(shown) if self._entries_tell is not True else {}
         if shown and not known and self._entries_tell is not False:
             looks = [self.call(self.core.store.get(entry.key)) for entry in shown.values()]
-            for found in await asyncio.gather(*looks, return_exceptions=True):
+            answers = await asyncio.gather(*looks, return_exceptions=True)
+            for found in answers:
                 if isinstance(found, Entry):
                     self._entries_tell = found.remaining_s is not None
                     self._sight(found, sample=True)
+            failed = next((each for each in answers if isinstance(each, StoreError)), None)
         for lease, left_s in known.items():
             self._sight(shown[lease]._replace(remaining_s=left_s), sample=True)
         self.samples = {lease: self.samples[lease] for lease in shown if lease in self.samples}
         self._tell_leases(shown)
+        if failed is not None:
+            raise failed
 
     async def _read_trails(self) -> None:
         """Read the trails of elections that are shown: once, and again after a change, when the

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from doyen.election.options import SessionSettings
-from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
+from doyen.errors import OrderFailed, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import InlineRuntime
@@ -129,4 +129,8 @@ class StoreObservation:
     async def _watch_processes(self, controls: ProcessControls) -> None:
         while True:
             self.board.set("processes", controls.processes())
+            if self.hub is not None and controls.silent_s() < SILENT_S:
+                self.hub.part_read("processes")
+            elif self.hub is not None:
+                self.hub.part_failed("processes", OrderFailed("`doyen up` does not react"))
             await asyncio.sleep(PROCESSES_S)

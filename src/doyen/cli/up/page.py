@@ -7,6 +7,7 @@ only, so what a page asks for is carried out by the next `tick`.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -40,11 +41,16 @@ class ProcessPage:
         self._cluster = cluster
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
         self._seen: list[dict[str, Any]] = []
+        self._seen_at = time.monotonic()
         cluster.after_tick = self.tick
 
     def processes(self) -> list[dict[str, Any]]:
         """As of the last tick."""
         return self._seen
+
+    def silent_s(self) -> float:
+        """How long ago the last tick was."""
+        return time.monotonic() - self._seen_at
 
     async def act(self, action: str, process: str) -> str:
         """Have the other thread carry out an action."""
@@ -74,6 +80,7 @@ class ProcessPage:
         cluster = self._cluster
         nodes = cluster.quorum.servers if cluster.quorum is not None else []
         self._seen = [*map(self._candidate, cluster.candidates), *map(self._node, nodes)]
+        self._seen_at = time.monotonic()
 
     def _do(self, action: str, name: str) -> str:
         cluster, quorum = self._cluster, self._cluster.quorum

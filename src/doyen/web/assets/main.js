@@ -37,7 +37,7 @@ function headline() {
 }
 
 // The store answers, and a part of the page cannot be read.
-const PARTS = { elections: 'the list of elections and locks', changes: 'notifications of changes', members: 'groups', shards: 'shards', configs: 'configurations', nodes: 'the nodes of the quorum' };
+const PARTS = { elections: 'the list of elections and locks', changes: 'notifications of changes', members: 'groups', shards: 'shards', configs: 'configurations', nodes: 'the nodes of the quorum', leases: 'leases', processes: 'the processes of this demonstration' };
 function partial(stale) {
   const text = stale.map(([part, at, error]) => `Not up to date: ${PARTS[part] ?? part}, ${at == null ? 'never read' : `last read at ${clock(at)}`} (${error || 'no answer'}).`).join(' ');
   $('partial').hidden = !text;
