@@ -470,7 +470,7 @@ def test_groups_shards_and_configurations(tmp_path: Path, browser: Browser) -> N
 
 def test_a_foreign_page_can_neither_read_nor_act(browser: Browser) -> None:
     with (
-        crowd(["billing"]) as (url, _),
+        crowd(["billing"]) as (url, server),
         dash(url, allow_actions=True) as listener,
         elsewhere() as other,
     ):
@@ -496,6 +496,16 @@ def test_a_foreign_page_can_neither_read_nor_act(browser: Browser) -> None:
         with opened(browser, listener.url) as mine:
             expect(row(mine, "billing").locator(".who")).to_have_text("server1")
             assert "token" not in mine.url, "the token does not stay in the address"
+            # For a slot of a semaphore there is no command: one would name an election.
+            slot = Claim("server1", "1", {}, 0, time.time(), TTL_S).encode()
+            server.create("semaphores/pool/slots/0/leader", slot, server.grant(TTL_S).id)
+            for name, commands in (("billing", 1), ("pool/0", 0)):
+                row(mine, name).click()
+                mine.locator("#act-resign").click()
+                dialog = mine.locator("dialog")
+                expect(dialog).to_contain_text(f"resign from {name}?")
+                expect(dialog.locator("code")).to_have_count(commands)
+                mine.keyboard.press("Escape")
 
 
 READ = """async ([url, options]) => {

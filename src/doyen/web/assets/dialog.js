@@ -83,7 +83,7 @@ export function resign(row) {
       `${leader} does as it is programmed: it may stand again.`,
     ],
     note: `Late writes with token ${row.token} are refused wherever tokens are checked.`,
-    command: `doyen resign ${quoted(row.name)}${lock}`,
+    command: row.kind === 'semaphores' ? '' : `doyen resign ${quoted(row.name)}${lock}`,   // the command line has none for a slot
     label: 'Have it resign',
     danger: true,
     request: { action: 'resign', kind: row.kind, name: row.name, token: row.token },
