@@ -15,6 +15,8 @@ import pytest
 from candidates import Capture
 from doyen.cli import main
 from doyen.lab import narration, protocols, runner, world
+from doyen.lab.outcome import RunOutcome, Statistics
+from doyen.lab.pages.comparison import comparison_film
 from doyen.lab.pages.film import record_run
 from doyen.lab.pages.page import page
 from doyen.lab.plan import Latencies, Plan
@@ -130,3 +132,16 @@ def busy_film() -> dict[str, Any]:
         latencies=Latencies(latency_s=0.004),
     )
     return record_run(plan)[2]
+
+
+def test_what_healed_at_once_is_not_what_never_did() -> None:
+    plan = Plan(protocol="raft", nodes=3, seed=1, for_s=8.0)
+    at_once = Statistics(first_leader_s=0.0, healed_s=0.0, virtual_s=1.0)
+    runs = [
+        RunOutcome(plan=plan, events=1, trace_hash="", violations=[], statistics=figures)
+        for figures in (at_once, Statistics(virtual_s=1.0))
+    ]
+    film = comparison_film({"raft": runs})
+    assert [figure["values"] for figure in film["figures"][:2]] == [[[0.0, 8.0]], [[0.0, 8.0]]]
+    summed = runner.summarize("raft", runs[:1])
+    assert (summed.first_leader_s, summed.healed_s) == (0.0, 0.0)

@@ -38,6 +38,15 @@ class Statistics(Struct, kw_only=True):
     faults: int = 0
 
 
+def time_or(value_s: float | None, most_s: float) -> float:
+    """A time of the figures, or `most_s` if it never came.
+
+    >>> time_or(0.0, 20.0), time_or(None, 20.0)
+    (0.0, 20.0)
+    """
+    return most_s if value_s is None else value_s
+
+
 class RunOutcome(Struct, kw_only=True):
     """The result of a run."""
 

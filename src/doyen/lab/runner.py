@@ -31,7 +31,7 @@ from msgspec import Struct
 from doyen.errors import ConfigError
 from doyen.lab import quorum_plan
 from doyen.lab.narration import make_world, narrate
-from doyen.lab.outcome import RunOutcome
+from doyen.lab.outcome import RunOutcome, time_or
 from doyen.lab.plan import (
     DROP,
     FAULT_SEQUENCES,
@@ -484,8 +484,8 @@ def summarize(protocol: str, outcomes: Sequence[RunOutcome]) -> Comparison:
         protocol=protocol,
         nodes=outcomes[0].plan.nodes,
         runs=len(outcomes),
-        first_leader_s=median(each.first_leader_s or for_s for each in figures),
-        healed_s=median(each.healed_s or for_s for each in figures),
+        first_leader_s=median(time_or(each.first_leader_s, for_s) for each in figures),
+        healed_s=median(time_or(each.healed_s, for_s) for each in figures),
         leaders=median(each.leaders for each in figures),
         messages_per_s=median(each.messages / each.virtual_s for each in figures),
         bytes_per_s=median(each.bytes / each.virtual_s for each in figures),

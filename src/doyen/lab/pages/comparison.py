@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from doyen.lab.outcome import RunOutcome, Statistics
+from doyen.lab.outcome import RunOutcome, Statistics, time_or
 
 _Figure = tuple[str, str, bool, Callable[[Statistics, float], float]]
 _FIGURES: tuple[_Figure, ...] = (
-    ("time to the first leader", "s", False, lambda run, most: run.first_leader_s or most),
-    ("time to heal", "s", False, lambda run, most: run.healed_s or most),
+    ("time to the first leader", "s", False, lambda run, most: time_or(run.first_leader_s, most)),
+    ("time to heal", "s", False, lambda run, most: time_or(run.healed_s, most)),
     ("available under faults", "%", True, lambda run, _: 100 * run.available_share),
     ("messages per second", "", False, lambda run, _: run.messages / run.virtual_s),
     ("messages per write", "", False, lambda run, _: run.messages / max(1, run.writes)),
