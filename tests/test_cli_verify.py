@@ -80,6 +80,13 @@ def test_a_wrong_history(logs: Logs, capsys: Capture) -> None:
     assert "two leaders of 'billing' for 4.000 s (boot clock)" in out
     assert f"{logs.paths[0]}:3" in out
     assert "proved" not in out
+    # Names come from other machines.
+    path = Path(logs.paths[0])
+    path.write_text(path.read_text().replace("server1", "server1\\u001b[2J"))
+    assert main(["verify", *logs.paths]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "server1\\x1b[2J" in out
 
 
 def test_a_wrong_history_for_programs(logs: Logs, capsys: Capture) -> None:

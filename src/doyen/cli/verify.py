@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from doyen.audit import Report, verify
-from doyen.cli._output import Console, Exit, add_option, console, print_json
+from doyen.cli._output import Console, Exit, add_option, console, print_json, printable
 from doyen.errors import ConfigError
 
 MANUAL = """\
@@ -130,6 +130,6 @@ def _list(out: Console, title: str, items: Iterable[str], style: str | None = No
         return
     out.print(title, style=style)
     for item in listed[:SHOWN]:
-        out.print("  " + item.replace("\n", "\n  "))
+        out.print("  " + "\n  ".join(map(printable, item.split("\n"))))
     if len(listed) > SHOWN:
         out.print(f"  and {len(listed) - SHOWN} more; --json has all")
