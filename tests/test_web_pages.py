@@ -253,6 +253,15 @@ def test_a_page_that_nobody_sees_gives_up_its_connection(browser: Browser) -> No
         page.evaluate(hide, False)
         expect(row(page, "billing").locator(".who")).to_have_text("nobody")
         expect(page.locator("#health")).to_have_text("healthy")
+        # So does one that was opened in the background.
+        page.add_init_script(
+            "Object.defineProperty(document, 'hidden', { get: () => true, configurable: true })"
+        )
+        with page.expect_event("requestfailed"):
+            page.reload()
+        expect(page).to_have_title(re.compile("^paused: "))
+        page.evaluate(hide, False)
+        expect(page.locator("#health")).to_have_text("healthy")
 
 
 def test_a_page_that_may_not_be_read_says_so(browser: Browser) -> None:

@@ -83,11 +83,13 @@ function take(kind, data) {
 // A browser has six connections to a server for all its tabs, and a page that is open takes one. So
 // a page that nobody sees gives up its own, and asks again when it is shown.
 let hiding = 0, current = null, shown = () => {};
-document.addEventListener('visibilitychange', () => {
+function look() {
   clearTimeout(hiding);
   if (document.hidden) hiding = setTimeout(() => { state.paused = true; current?.abort(); }, HIDDEN_MS);
   else if (state.paused) { state.paused = false; shown(); }
-});
+}
+document.addEventListener('visibilitychange', look);
+look();   // a tab may be opened in the background
 
 async function stream() {
   const abort = current = new AbortController();
