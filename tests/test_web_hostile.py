@@ -46,7 +46,9 @@ PLAN: dict[str, Any] = {
     "owners": [0, 1],
     "note": "n",
     "members": {"a": [1, "up", "", 1.0]},
-    "moves": {"0": {"to": "b", "incarnation": 1, "id": 1, "ready": True, "stuck": False, "age_s": 1.0}},
+    "moves": {
+        "0": {"to": "b", "incarnation": 1, "id": 1, "ready": True, "stuck": False, "age_s": 1.0}
+    },
     "aside": {"1": "why"},
     "grace": {"b": 1.0},
 }
@@ -204,8 +206,9 @@ async def test_whatever_keys_stand_in_the_store_the_page_is_shown(
     strict(capsys.readouterr().out.encode())
     for part in view(seen).parts:
         assert str(part).replace("\n", "").isprintable()
-    for entry in [entry for kind in {key.split("/")[0] for key in KEYS} for entry in place.server.list(kind)]:
-        place.server.delete(entry.key)
+    for kind in {key.split("/")[0] for key in KEYS}:
+        for entry in place.server.list(kind):
+            place.server.delete(entry.key)
 
 
 STAMP = {"boot": "b", "pid": 1, "session": "s", "lease": "l", "election": "e", "name": "a"}

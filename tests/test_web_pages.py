@@ -68,7 +68,8 @@ def crowd(names: list[str], *, leader: str = "server1") -> Iterator[tuple[str, M
         elect(server, name, f"{leader}{number % 7 or ''}", leases[0])
         for place in (1, 2):
             waiting = Claim(f"server{number % 7 + place}", f"{number}-{place}", {"host": "job-1"})
-            server.enqueue(f"elections/{quote(name, safe='')}/line", waiting.encode(), leases[place])
+            line = f"elections/{quote(name, safe='')}/line"
+            server.enqueue(line, waiting.encode(), leases[place])
     try:
         yield "memory://crowd", server
     finally:

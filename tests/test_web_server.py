@@ -386,7 +386,8 @@ async def test_processes_that_are_not_looked_at_any_more_are_named(
     async with served("memory://x", controls=machines) as (_, observation):
 
         def stale() -> list[str]:
-            return [part for part, *_ in observation.board.topics.get("health", {}).get("stale", "x")]
+            health = observation.board.topics.get("health", {})
+            return [part for part, *_ in health.get("stale", ["unknown"])]
 
         await until(lambda: stale() == [])
         machines.quiet_s = 10.0
