@@ -54,7 +54,7 @@ def value_text(value: object, indent: int | None = None) -> str:
         return "nested too deeply to be shown"
 
 
-@dataclassdef row_key(kind: str, name: str) -> str:
+def row_key(kind: str, name: str) -> str:
     """The key of a row, which a page sends back: that of a name that doyen does not give is short.
 
     >>> row_key("elections", "billing"), len(row_key("elections", "x" * 10_000))
