@@ -324,6 +324,7 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert page.evaluate(DRAWN, 0) == [1, 0]
         assert page.evaluate(DRAWN, 1e9) == [0, 1]
         assert page.locator(".row").count() < 60, "only what fits is in the document"
+        assert page.evaluate(ALIGNED), "the newest seconds are not behind the scroll bar"
         page.locator("#scroll").focus()
         page.keyboard.press("End")
         expect(row(page, names[-1])).to_be_visible()
@@ -379,6 +380,11 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert not alerts
 
 
+ALIGNED = """() => {
+    const [axis, lane] = ['#axis', '.row:not([hidden]) .lane'].map(
+        each => document.querySelector(each).getBoundingClientRect());
+    return axis.left === lane.left && axis.right === lane.right;
+}"""
 DRAWN = """async tolerance => {
     const { drawLane } = await import('/assets/timeline.js'), lane = document.createElement('div');
     const terms = [['a', 1, 0, 10.02, 'expired', '', true], ['b', 2, 10, 20, 'let go', '', true]];
@@ -577,6 +583,7 @@ def test_a_phone_and_both_themes(browser: Browser, scheme: Any) -> None:
             expect(page.locator("#tip")).to_contain_text("Leads now.")
             page.locator("#detail h2").tap()
             expect(page.locator("#tip")).to_be_hidden()
+            assert page.evaluate(ALIGNED)
             low = page.evaluate(CONTRAST)
             assert not low, low
             picture(page, f"phone-{scheme}")
@@ -646,6 +653,7 @@ def test_a_report_is_one_file_with_its_proof(
         expect(page.locator("#heading")).to_have_text("Disproved" if overlapping else "Proved")
         expect(page.locator(".row:not([hidden]) .clip")).to_have_text(election)
         expect(page.locator(".lane .t")).to_have_count(3)
+        assert page.evaluate(ALIGNED)
         words = ["election", "terms", "changes of leader", "processes", "lines read"]
         assert page.locator("#figures span").all_inner_texts()[:5] == words
         if overlapping:
