@@ -196,6 +196,9 @@ def test_a_silent_node_is_listed_once(tmp_path: Path, capsys: Capture) -> None:
         for address in ("nowhere", ":7400", "h:0"):
             assert main(["cluster", "add", "n4", address, *store]) == 1
             assert "is not an address" in capsys.readouterr().err
+        taken = quorum.nodes[kept].address.replace("127.0.0.1", "localhost")
+        assert main(["cluster", "add", "n4", taken, *store]) == 1
+        assert f"is the address of {kept}: give n4 another one" in capsys.readouterr().err
         assert main(["cluster", "remove", silent, *store]) == 0
 
 

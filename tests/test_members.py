@@ -367,3 +367,18 @@ def test_a_cluster_has_a_bounded_number_of_nodes() -> None:
 def test_a_node_that_could_never_connect_is_not_added(node: str, address: str, reason: str) -> None:
     with pytest.raises(OrderFailed, match=reason):
         changed(Membership(("n1",)), AdminRequest("add", node, address))
+
+
+@pytest.mark.parametrize(
+    ("node", "address"),
+    [("n4", "h2:1"), ("n4", "H2.:1"), ("n1", "h2:1"), ("n4", "localhost:2")],
+)
+def test_no_two_nodes_have_one_address(node: str, address: str) -> None:
+    members = Membership(("n1", "n2"), ("n3",), {"n1": "h1:1", "n2": "h2:1", "n3": "127.0.0.1:2"})
+    other = "n3" if "localhost" in address else "n2"
+    with pytest.raises(OrderFailed, match=f"is the address of {other}: .*cluster remove {other}"):
+        changed(members, AdminRequest("add", node, address))
+    assert changed(members, AdminRequest("add", other, address)).addresses[other] == address
+    without = changed(members, AdminRequest("remove", other))
+    assert changed(without, AdminRequest("add", node, address)).addresses[node] == address
+    assert changed(members, AdminRequest("add", node, "h2:2")).addresses[node] == "h2:2"

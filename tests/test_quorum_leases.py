@@ -26,7 +26,7 @@ from doyen.quorum.keyspace.commands import (
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.node import lease_clock as module
 from doyen.quorum.node.lease_clock import OVERSLEPT_S, LeaseClock
-from doyen.quorum.node.lease_keeper import CONFIRMED, TIMER_S, KeyspaceLeases, decode_leases
+from doyen.quorum.node.lease_keeper import CONFIRMED, ENDS, TIMER_S, KeyspaceLeases, decode_leases
 from doyen.quorum.node.proposals import Settle
 from doyen.testing.virtual import run_virtual
 
@@ -479,5 +479,53 @@ def test_grants_without_end_do_not_postpone_the_end_of_a_lease() -> None:
             keeper.applied(0)
         keeper.stop()
         assert loop.time() - began < 1.1
+
+    run_virtual(main)
+
+
+class Committing(Refusing):
+    """A driver whose commands are carried out a moment after they were submitted."""
+
+    def __init__(self, keyspace: Keyspace) -> None:
+        super().__init__(keyspace)
+        self.under_way = self.most = 0
+
+    def submit(self, target: int, body: bytes, settle: Settle, **options: Any) -> None:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+
+        def commit() -> None:
+            self.under_way -= 1
+            settle(0, self.keyspace.apply(body), None)
+
+        asyncio.get_running_loop().call_later(0.01, commit)
+
+
+def test_many_leases_that_are_over_at_once_end_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that no node stops meanwhile: all commands that are under way may be carried out in one
+    turn of its loop. Those that wait are ended as soon as earlier ones have been."""
+    monkeypatch.setattr(module, "AT_ONCE", 5)
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        keyspace = Keyspace()
+        leases = [do(keyspace, Grant(1.0)).lease for _ in range(200)]
+        driver = Committing(keyspace)
+        keeper = KeyspaceLeases(driver, keyspace, loop.clock, QUOTA)  # type: ignore[arg-type]
+        keeper.role_changed(1)
+        await asyncio.sleep(0.5)
+        driver.most = 0
+        began = loop.time()
+        while keyspace.lease_count:
+            await asyncio.sleep(0.001)
+            keeper.applied(0)
+            assert loop.time() - began < 1.5
+        keeper.stop()
+        assert all(keyspace.lease(lease) is None for lease in leases)
+        assert driver.most == ENDS
+        # Each round ends ENDS slices, and takes a commit and the shortest wait for the next.
+        assert loop.time() - began < 0.6 + 200 / (5 * ENDS) * 0.015
 
     run_virtual(main)

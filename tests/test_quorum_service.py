@@ -39,12 +39,14 @@ from doyen.quorum.node import StateMachine, watches
 from doyen.quorum.node import replicated as machines
 from doyen.quorum.node import service as services
 from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.lease_keeper import LOOKS
 from doyen.quorum.node.replicated import KEYSPACE, ReplicatedMachines
 from doyen.quorum.node.service import SLICE, Service
 from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason
 from doyen.quorum.protocol.requests import (
     ANSWER,
     MAX_KEY,
+    MAX_LEASES,
     MAX_LEVELS,
     MAX_VALUE,
     REQUEST,
@@ -57,6 +59,7 @@ from doyen.quorum.protocol.requests import (
     Head,
     IdentifyClient,
     LeaseRenewed,
+    LeaseTimes,
     LeaseTimesRequest,
     ListChunk,
     NodeStatus,
@@ -387,6 +390,46 @@ async def test_any_node_tells_what_is_left_of_leases(quorum: Quorum) -> None:
     await asyncio.sleep(0.75 * TTL_S)
     told = await clients[1].ask(LeaseTimesRequest, (lease, other))
     assert told.remaining_s == (pytest.approx(TTL_S / 4, abs=0.1), None), "looking renews nothing"
+
+
+@with_quorum
+async def test_requests_for_what_is_left_of_leases_have_a_bound(quorum: Quorum) -> None:
+    """One call to the leader is under way at a time, however many clients ask; and a client has a
+    few requests under way."""
+    node = await quorum.follower()
+    driver = quorum.world.nodes[node]
+    clients = [Client(quorum.services[node], f"client-{number:02}") for number in range(5)]
+    lease = await granted(clients[0])
+    under_way = most = calls = 0
+    ask_leader = driver.ask_leader
+
+    async def counted(question: bytes) -> bytes:
+        nonlocal under_way, most, calls
+        under_way, calls = under_way + 1, calls + 1
+        most = max(most, under_way)
+        try:
+            return await ask_leader(question)
+        finally:
+            under_way -= 1
+
+    driver.ask_leader = counted  # type: ignore[method-assign]
+    leases = (lease, *range(10**6, 10**6 + MAX_LEASES - 1))
+    ids = [-1000 - number for number in range(100)]
+    for client in clients:
+        client.put(*(LeaseTimesRequest(one, leases) for one in ids))
+    for client in clients:
+        answers = [await client.answer_to(one) for one in ids]
+        told = [each for each in answers if isinstance(each, LeaseTimes)]
+        assert [each.id for each in told] == ids[:LOOKS]
+        assert all(each.remaining_s[0] and not any(each.remaining_s[1:]) for each in told)
+        assert all(len(each.remaining_s) == MAX_LEASES for each in told)
+        refused = [each for each in answers if isinstance(each, Failed)]
+        assert len(refused) == 100 - LOOKS
+        assert {each.code for each in refused} == {ErrorCode.UNAVAILABLE}
+    assert (most, calls) == (1, 5 * LOOKS)
+    few = await asyncio.gather(*(client.ask(LeaseTimesRequest, (lease,)) for client in clients))
+    assert all(len(each.remaining_s) == 1 for each in few)
+    assert calls <= 5 * LOOKS + 2, "what is asked meanwhile is asked together"
 
 
 @with_quorum

@@ -7,7 +7,7 @@ is in force already has no effect, so repeating one is harmless.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Annotated
 
@@ -78,6 +78,7 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
             if node not in members.everyone:
                 learners.append(node)
             addresses[node] = _reachable(request.address)
+            _check_free(addresses, node)
             if len(voters) + len(learners) > MAX_MEMBERS:
                 raise OrderFailed(f"a cluster has at most {MAX_MEMBERS} nodes: remove one first")
         case "promote" if node in learners:
@@ -100,6 +101,29 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
     if not voters:
         raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
     return Membership(tuple(voters), tuple(learners), addresses, ids, members.cluster)
+
+
+def _check_free(addresses: Mapping[str, str], node: str) -> None:
+    """Raise if another member has the address of this one. The member at that address would be
+    dialled under both names, and refuse one of them."""
+    place = _place(addresses[node])
+    for other, address in addresses.items():
+        if other != node and _place(address) == place:
+            raise OrderFailed(
+                f"{address} is the address of {other}: give {node} another one. If {node} is to"
+                f" replace {other}, remove that first (doyen cluster remove {other}); if {other} has"
+                f" moved, record its new address first (doyen cluster add {other} HOST:PORT)"
+            )
+
+
+def _place(address: str) -> tuple[str, int] | str:
+    """An address in a form in which two that are written differently can be compared."""
+    try:
+        host, port = parse_address(address)
+    except ConfigError:  # of an earlier release
+        return address
+    host = host.lower().rstrip(".")
+    return "127.0.0.1" if host in ("", "localhost") else host, port
 
 
 def _reachable(address: str) -> str:

@@ -56,8 +56,8 @@ class ServedClient:
 
     __slots__ = (
         *("_drain", "_loop", "_read", "_results", "_results_bytes", "_results_ids", "allowed"),
-        *("backlog", "backlog_bytes", "connection", "draining", "held", "lists", "name", "paused"),
-        *("reads", "role", "watches"),
+        *("backlog", "backlog_bytes", "connection", "draining", "held", "lists", "looks", "name"),
+        *("paused", "reads", "role", "watches"),
     )
 
     def __init__(
@@ -89,6 +89,8 @@ class ServedClient:
         """Whether the client has to take earlier answers first."""
         self.lists = 0
         """Long lists that are being sent."""
+        self.looks = 0
+        """Requests for what is left of leases that are under way."""
         self.watches: dict[int, str] = {}
         """Scopes of its watches, by id."""
         self._loop = loop

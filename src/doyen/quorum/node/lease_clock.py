@@ -57,8 +57,6 @@ class LeaseClock:
         """Leases that were kept once more after a pause, and not renewed since."""
         self._looked_at = -inf
         self._slept_s = 0.0
-        self._unfinished = False
-        """Whether `due` has more leases to return than it may at a time."""
 
     @property
     def next_deadline(self) -> float:
@@ -103,11 +101,11 @@ class LeaseClock:
         return lease not in self.ending and self._keyspace.lease(lease) is not None
 
     def due(self, now: float) -> tuple[int, ...]:
-        """Leases whose time is over, at most `AT_ONCE`: call it until there are none. They are not
-        renewed again."""
+        """Leases whose time is over, at most `AT_ONCE`: call it with the same instant until
+        there are none. They are not renewed again."""
         heap = self._heap
         found: list[int] = []
-        if not self._unfinished:
+        if now != self._looked_at:
             self._slept_s = now - max(self.next_deadline, self._looked_at)
         slept_s, self._looked_at = self._slept_s, now
         while heap and heap[0][0] <= now and len(found) < AT_ONCE:
@@ -126,7 +124,6 @@ class LeaseClock:
                 heappop(heap)
                 self.ending[lease] = None
                 found.append(lease)
-        self._unfinished = len(found) == AT_ONCE
         return tuple(found)
 
     def settle(self) -> None:

@@ -17,6 +17,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from math import inf
@@ -62,6 +63,11 @@ RETRY_S: Final = 0.01
 """Pause before a command is proposed again."""
 CHECK_S: Final = 1.0
 """How often a leader checks whether all members support a newer version."""
+LOOKS: Final = 8
+"""Requests of one client for what is left of leases that may be under way."""
+ENDS: Final = 4
+"""Commands under way at a time that end leases whose time is over. Each ends a slice of them
+(`lease_clock.AT_ONCE`), so no node stops while a hundred thousand leases end."""
 
 CONFIRMED, GONE, NOT_NOW = 0, 1, 2
 """The verdict on a renewal: it counts; its lease has ended; ask again."""
@@ -99,6 +105,8 @@ class KeyspaceLeases:
         """Renewals that arrived before the era has begun."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
+        self._ends = 0
+        """Commands under way that end leases whose time is over."""
         self._upkeep: KeyspaceCommand | None = None
         """The command of the upkeep that is under way."""
         self._checking: asyncio.TimerHandle | None = None
@@ -145,6 +153,7 @@ class KeyspaceLeases:
         self._beginning = 0
         self._era = era
         self._clock = LeaseClock(self._keyspace)
+        self._ends = 0
         self._take_in()
         self._check()
         early, self._early = self._early, []
@@ -263,9 +272,12 @@ class KeyspaceLeases:
         clock = self._clock
         if clock is None:
             return
-        while leases := clock.due(self._now()):
+        now = self._now()
+        while self._ends < ENDS and (leases := clock.due(now)):
+            self._ends += 1
             self._end(clock, leases)
-        self._set_timer()
+        if self._ends < ENDS:
+            self._set_timer()
 
     def _end(self, clock: LeaseClock, leases: tuple[int, ...]) -> None:
         if self._clock is clock:
@@ -289,7 +301,9 @@ class KeyspaceLeases:
         elif isinstance(decode_result(result), ConditionFailed):
             self._begin()
         else:
+            self._ends -= 1
             clock.settle()
+            self._set_timer()
 
     # Upkeep.
 
@@ -416,25 +430,58 @@ class Renewals:
         return verdicts, "the leader has changed, or is about to end this lease"
 
 
+Look = tuple[ServedClient, int, tuple[int, ...]]
+"""A client, the id of its request, and the leases."""
+
+
 class LeaseLooks:
-    """What is left of leases, for this node's clients."""
+    """What is left of leases, for this node's clients. One call to the leader is under way at a
+    time, for all that was asked meanwhile: without a bound, these calls would crowd out renewals
+    and writes."""
 
     def __init__(self, driver: Driver, start: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """`start` runs a task."""
         self._driver = driver
         self._start = start
+        self._waiting: deque[Look] = deque()
+        self._calling = False
 
     def look(self, client: ServedClient, request: LeaseTimesRequest) -> None:
-        self._start(self._look(client, request))
+        if client.looks >= LOOKS:
+            text = f"{LOOKS} requests for what is left of leases are under way for this client"
+            client.fail(request.id, ErrorCode.UNAVAILABLE, text)
+            return
+        client.looks += 1
+        self._waiting.append((client, request.id, request.leases[:MAX_LEASES]))
+        if not self._calling:
+            self._calling = True
+            self._start(self._answer_all())
 
-    async def _look(self, client: ServedClient, request: LeaseTimesRequest) -> None:
-        leases = list(request.leases[:MAX_LEASES])
+    async def _answer_all(self) -> None:
+        try:
+            while self._waiting:
+                looks: list[Look] = []
+                leases: list[int] = []
+                while self._waiting and len(leases) < MAX_LEASES:
+                    looks.append(self._waiting.popleft())
+                    leases += looks[-1][2]
+                await self._answer(looks, leases)
+        finally:
+            self._calling = False
+
+    async def _answer(self, looks: list[Look], leases: list[int]) -> None:
+        left: list[float | None] = []
+        failure = ""
         try:
             left = decode_left(await self._driver.ask_leader(encode({LEFT: leases})))
         except DoyenError as error:
-            client.fail(request.id, ErrorCode.UNAVAILABLE, str(error))
+            failure = str(error)
         except MsgspecError:
-            # A leader of the first release.
-            client.send(LeaseTimes(request.id, ()))
-        else:
-            client.send(LeaseTimes(request.id, tuple(left)))
+            pass  # a leader of the first release
+        for client, request, own in looks:
+            client.looks -= 1
+            if failure:
+                client.fail(request, ErrorCode.UNAVAILABLE, failure)
+            else:
+                client.send(LeaseTimes(request, tuple(left[: len(own)])))
+                del left[: len(own)]
