@@ -593,7 +593,7 @@ async def test_nodes_come_and_go(world: World) -> None:
         await world.nodes["n4"].leader_calls.call_leader(b"O" + encode(AdminRequest("dance", "n4")))
 
 
-@with_world@with_world
+@with_world
 async def test_of_two_nodes_that_are_added_with_one_address_one_is(world: World) -> None:
     """However the requests meet: they are made at the same time, on different nodes, and the first
     is not committed when the second arrives."""
@@ -615,7 +615,7 @@ async def test_of_two_nodes_that_are_added_with_one_address_one_is(world: World)
     assert other in leader.applier.membership.everyone
 
 
-
+@with_world
 async def test_a_snapshot_has_the_members_of_its_own_place_in_the_log(world: World) -> None:
     """Not a later one's, which is in the log already and may yet be cut off: whoever started from
     such a snapshot would count majorities of a quorum that never was."""

@@ -111,8 +111,9 @@ def _check_free(addresses: Mapping[str, str], node: str) -> None:
         if other != node and _place(address) == place:
             raise OrderFailed(
                 f"{address} is the address of {other}: give {node} another one. If {node} is to"
-                f" replace {other}, remove that first (doyen cluster remove {other}); if {other} has"
-                f" moved, record its new address first (doyen cluster add {other} HOST:PORT)"
+                f" replace {other}, remove that first (doyen cluster remove {other}); if"
+                f" {other} has moved, record its new address first (doyen cluster add {other}"
+                " HOST:PORT)"
             )
 
 

@@ -27,7 +27,7 @@ from doyen.quorum.keyspace.state import Keyspace
 
 SLICE = 4096
 """Leases that are taken in at a time."""
-AT_ONCE = 512
+AT_ONCE = 256
 """Leases that one command ends."""
 OVERSLEPT_S = 0.25
 

@@ -65,7 +65,7 @@ CHECK_S: Final = 1.0
 """How often a leader checks whether all members support a newer version."""
 LOOKS: Final = 8
 """Requests of one client for what is left of leases that may be under way."""
-ENDS: Final = 4
+ENDS: Final = 2
 """Commands under way at a time that end leases whose time is over. Each ends a slice of them
 (`lease_clock.AT_ONCE`), so no node stops while a hundred thousand leases end."""
 

@@ -37,12 +37,13 @@ class Watches:
         self._keyspace = keyspace
         self._watchers: dict[str, Watchers] = {}
         """Client and id of each watch, by scope."""
+        self._count = 0
         self._notified = keyspace.revision
         """The revision up to which all confirmed watches have been notified."""
         driver.on_applied(self.notify)
 
     def __len__(self) -> int:
-        return sum(len(each) for each in self._watchers.values())
+        return self._count  # it is a part of every status, and there may be very many scopes
 
     def add(self, client: ServedClient, request: WatchRequest) -> None:
         if request.id in client.watches:
@@ -58,6 +59,7 @@ class Watches:
         self.notify()
         client.watches[request.id] = request.scope
         self._watchers.setdefault(request.scope, {})[client, request.id] = None
+        self._count += 1
         if request.since <= self._keyspace.revision:
             self._confirm(client, request)
             return
@@ -98,6 +100,7 @@ class Watches:
         if scope is not None:
             watchers = self._watchers[scope]
             del watchers[client, watch]
+            self._count -= 1
             if not watchers:
                 del self._watchers[scope]
 
