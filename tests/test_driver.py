@@ -594,28 +594,6 @@ async def test_nodes_come_and_go(world: World) -> None:
 
 
 @with_world
-async def test_of_two_nodes_that_are_added_with_one_address_one_is(world: World) -> None:
-    """However the requests meet: they are made at the same time, on different nodes, and the first
-    is not committed when the second arrives."""
-    for disk in world.disks.values():
-        disk.sync_s = 0.05
-    adding = [
-        world.nodes[at].admin.perform("add", name, "somewhere:1")
-        for at, name in zip(VOTERS, ("n4", "n5", "n6"), strict=True)
-    ]
-    outcomes = await asyncio.gather(*adding, return_exceptions=True)
-    refused = [str(each) for each in outcomes if isinstance(each, OrderFailed)]
-    (leader,) = world.leaders()
-    (added,) = {*leader.membership.everyone} - {*VOTERS}
-    assert len(refused) == 2
-    assert all(f"somewhere:1 is the address of {added}" in reason for reason in refused)
-    await world.nodes["n1"].admin.perform("remove", added)
-    other = "n5" if added == "n4" else "n4"
-    await world.nodes["n1"].admin.perform("add", other, "somewhere:1")
-    assert other in leader.applier.membership.everyone
-
-
-@with_world
 async def test_a_snapshot_has_the_members_of_its_own_place_in_the_log(world: World) -> None:
     """Not a later one's, which is in the log already and may yet be cut off: whoever started from
     such a snapshot would count majorities of a quorum that never was."""

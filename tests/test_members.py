@@ -14,6 +14,8 @@ from doyen.quorum.node.admin import MAX_MEMBERS, AdminRequest, changed
 from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, initial_member
 from doyen.quorum.protocol.frames import ConnectionRefused
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
+from drivers import VOTERS, World
+from test_driver import with_world
 
 PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
 IDS = {"n1": "m1", "n2": "m2", "n3": "m3"}
@@ -382,3 +384,25 @@ def test_no_two_nodes_have_one_address(node: str, address: str) -> None:
     without = changed(members, AdminRequest("remove", other))
     assert changed(without, AdminRequest("add", node, address)).addresses[node] == address
     assert changed(members, AdminRequest("add", node, "h2:2")).addresses[node] == "h2:2"
+
+
+@with_world
+async def test_of_two_nodes_that_are_added_with_one_address_one_is(world: World) -> None:
+    """However the requests meet: they are made at the same time, on different nodes, and the first
+    is not committed when the second arrives."""
+    for disk in world.disks.values():
+        disk.sync_s = 0.05
+    adding = [
+        world.nodes[at].admin.perform("add", name, "somewhere:1")
+        for at, name in zip(VOTERS, ("n4", "n5", "n6"), strict=True)
+    ]
+    outcomes = await asyncio.gather(*adding, return_exceptions=True)
+    refused = [str(each) for each in outcomes if isinstance(each, OrderFailed)]
+    (leader,) = world.leaders()
+    (added,) = {*leader.membership.everyone} - {*VOTERS}
+    assert len(refused) == 2
+    assert all(f"somewhere:1 is the address of {added}" in reason for reason in refused)
+    await world.nodes["n1"].admin.perform("remove", added)
+    other = "n5" if added == "n4" else "n4"
+    await world.nodes["n1"].admin.perform("add", other, "somewhere:1")
+    assert other in leader.applier.membership.everyone
