@@ -34,7 +34,11 @@ class Served:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         with (self._log or Path(os.devnull)).open("a") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()

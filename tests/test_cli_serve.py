@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import pty
 import re
+import signal
 import socket
 import subprocess
 import urllib.error
@@ -16,8 +19,10 @@ import pytest
 
 import doyen
 from candidates import DOYEN, eventually
-from doyen.cli.serve import _LogfmtFormatter, options
+from doyen.cli.serve import _LogfmtFormatter, _state_certificates, options
 from doyen.errors import ConfigError
+from doyen.quorum.node.server import NodeOptions
+from doyen.quorum.protocol.security import TLS
 from nodes import addresses
 from served import Quorum, Served
 
@@ -137,6 +142,8 @@ def test_what_makes_no_sense_in_a_file_is_refused(
 def test_a_quorum_serves_and_its_nodes_stop_in_good_order(tmp_path: Path) -> None:
     with Quorum(tmp_path) as quorum:
         leader = quorum.leader()
+        leader.process.send_signal(signal.SIGHUP)
+        leader.hear("reloaded", certificates=False)
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             token = term.token
         assert leader.stop() == 0
@@ -153,14 +160,17 @@ def test_a_quorum_serves_and_its_nodes_stop_in_good_order(tmp_path: Path) -> Non
 def test_its_log_lines_are_keys_and_values_with_time_and_level(tmp_path: Path) -> None:
     command = [*DOYEN, "serve", "--id", "n1", "--peers", f"n1={addresses(1)[0]}", "--found"]
     command += ["--data-dir", str(tmp_path / "a b")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    terminal, stdin = pty.openpty()
+    process = subprocess.Popen(command, stdin=stdin, stderr=subprocess.PIPE, text=True)
+    os.close(stdin)
     assert process.stderr is not None
     lines: list[str] = []
     with process, process.stderr as stderr:
         for line in stderr:
             lines.append(line)
             if "role=leading" in line:
-                process.terminate()
+                process.send_signal(signal.SIGHUP)  # as when its terminal is closed
+    os.close(terminal)
     assert process.returncode == 0
     start = r"time=\S+Z level=\w+ event=\w+ node=n1"
     value = r"([\w.:/@+-]+|\"[^\"]*\")"
@@ -176,6 +186,16 @@ def test_lines_of_logging_have_the_same_form() -> None:
     form = _LogfmtFormatter().format
     assert re.fullmatch(r'time=\S+Z level=warning msg="a fault"', form(plain))
     assert re.fullmatch(r"time=\S+Z level=error event=x a=1", form(ready))
+
+
+def test_certificates_that_cannot_be_used_are_reported_on_sighup(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = TLS(certificate=tmp_path / "n1.pem", key=tmp_path / "n1.key", authority=tmp_path / "ca")
+    settings = NodeOptions(id="n1", peers=ADDRESSES, data_dir=str(tmp_path), tls=tls)
+    _state_certificates(settings, lambda words, **fields: pytest.fail(words))
+    assert "event=certificates_refused node=n1" in caplog.text
+    assert "the earlier certificates stay in use" in caplog.text
 
 
 def has_committed(node: Served) -> bool:

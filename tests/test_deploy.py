@@ -65,6 +65,23 @@ def test_the_files_are_listed_and_printed(capsys: Capture) -> None:
         deployment("supervisord.conf", "/a b/doyen")
 
 
+def test_a_doyen_that_other_users_cannot_execute_is_reported(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The units have users of their own."""
+    home = tmp_path / "home"
+    home.mkdir(0o700)
+    program = home / "doyen"
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    assert main(["deploy", "doyen-run@.service"]) == 0
+    shown = capsys.readouterr()
+    assert f"ExecStart={program} run" in shown.out
+    assert "a user of its own, who cannot use" in shown.err
+    assert main(["deploy", "supervisord.conf"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 UNITS = {
     "doyen-run@billing": deployment("doyen-run@.service", sys.executable),
     "doyen-serve@n1": deployment("doyen-serve@.service", sys.executable),
@@ -370,10 +387,12 @@ def test_the_dockerfile_starts_a_node() -> None:
     assert environ["DOYEN_NODE_LISTEN"].endswith(f":{found['EXPOSE']}")
     assert found["USER"] == "doyen"
     assert found["STOPSIGNAL"] == "SIGTERM"
-    extras = re.search(r"doyen\[(.*)\]", found["ARG"])
-    assert extras is not None
+    extras = found["ARG"].removeprefix("EXTRAS=").split(",")
     project = Path(__file__).parents[1] / "pyproject.toml"
-    assert all(f"\n{extra} = [" in project.read_text() for extra in extras[1].split(","))
+    assert all(f"\n{extra} = [" in project.read_text() for extra in extras)
+    # One wheel, the name of which the shell completes.
+    wheel, folder = found["COPY"].split()
+    assert found["RUN"].startswith(f'pip install --no-cache-dir "$(ls {folder}{wheel})[$EXTRAS]"')
 
 
 @contextmanager

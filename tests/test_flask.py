@@ -13,6 +13,7 @@ from flask import Flask
 import doyen
 from doyen import Term
 from doyen.integrations.flask import Leadership
+from doyen.integrations.wsgi import LeaderMiddleware
 from framework_crew import PROMPT_S, crew
 from support import until_blocking
 
@@ -79,6 +80,36 @@ def test_a_failed_task_is_not_healthy(app: Flask, leader: Leadership) -> None:
     until_blocking(lambda: leader.failure)
     response = client.get("/healthz")
     assert (response.status_code, "ValueError" in response.text) == (503, True)
+
+
+def test_requests_are_forwarded(app: Flask, leader: Leadership, store: str) -> None:
+    """While another leads they are sent to its address, at which nobody listens here."""
+    middleware = LeaderMiddleware(
+        app.wsgi_app,
+        view=leader.view,
+        secret="the same in all processes",
+        trust=["http://127.0.0.1:9"],
+        wait_s=0,
+    )
+    app.wsgi_app = middleware  # type: ignore[method-assign]
+    with (
+        doyen.connect_blocking(store) as session,
+        session.campaign("e", meta={"address": "http://127.0.0.1:9"}),
+    ):
+        leader.open()
+        until_blocking(lambda: leader.view.leader)
+        refused = app.test_client().get("/token")
+        assert (refused.status_code, "the leader cannot be reached" in refused.text) == (503, True)
+    until_blocking(lambda: leader.view.leads)
+    assert app.test_client().get("/token").status_code == 200
+    leader.close()
+    assert (leader.view.leader, leader.view.term) == (None, None)
+
+
+def test_a_view_that_is_asked_for_too_late_is_refused(leader: Leadership) -> None:
+    leader.open()
+    with pytest.raises(doyen.ConfigError, match="before `open`"):
+        _ = leader.view
 
 
 def test_gunicorn_without_the_hooks_is_told(

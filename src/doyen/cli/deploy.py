@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import stat
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 from doyen.cli._output import Exit, print_json
 from doyen.errors import ConfigError
@@ -47,7 +49,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.file is not None:
-        text = deployment(args.file, shutil.which("doyen") or os.path.abspath(sys.argv[0]))
+        program = program_path()
+        text = deployment(args.file, program)
+        if "DynamicUser=yes" in text and (closed := closed_to_others(program)) is not None:
+            sys.stderr.write(
+                f"doyen: warning: the unit has a user of its own, who cannot use {closed}: install"
+                " doyen for all users, or name another user in the unit, with User=\n"
+            )
         if args.json:
             print_json({"file": args.file, "text": text})
         else:
@@ -64,6 +72,26 @@ def run(args: argparse.Namespace) -> int:
 def deployment(name: str, program: str) -> str:
     """The text of one of the files, with the path of doyen."""
     if any(each.isspace() for each in program):
-        raise ConfigError(f"the path of doyen, {program!r}, has a space, which these files cannot")
+        raise ConfigError(
+            f"the path of doyen, {program!r}, has a space, which these files do not allow"
+        )
     text = files(__package__).joinpath("deployment", name).read_text()
     return text.replace("@DOYEN@", program)
+
+
+def program_path() -> str:
+    """The path of the doyen that is running, or of another one."""
+    beside = os.path.join(os.path.dirname(sys.executable), "doyen")
+    for each in (sys.argv[0], shutil.which("doyen"), beside):
+        if each and os.path.basename(each) == "doyen" and os.access(each, os.X_OK):
+            return os.path.abspath(each)
+    return os.path.abspath(sys.argv[0])
+
+
+def closed_to_others(program: str) -> Path | None:
+    """What stands in the way of another user who wants to execute a program, if anything does."""
+    path = Path(program).resolve()
+    for each in (*reversed(path.parents), path):
+        if not each.exists() or not each.stat().st_mode & stat.S_IXOTH:
+            return each
+    return None

@@ -45,9 +45,11 @@ and add it again with an empty directory.
 
 Settings come from a TOML file (--config), from environment variables (DOYEN_NODE_ID,
 DOYEN_NODE_PEERS, …) and from options. Variables override the file, and options override both. On
-SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. Log
-lines go to standard error; with --json, changes are printed as JSON on standard output. Under
-systemd (Type=notify) the node reports that it listens, its role, and that it is alive.
+SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. It
+reads replaced certificates by itself; on SIGHUP it states whether they can be used. Other settings
+are read when it starts. Log lines go to standard error; with --json, changes are printed as JSON on
+standard output. Under systemd (Type=notify) the node reports that it listens, its role, and that it
+is alive.
 
 a configuration file:
   id = "n1"
@@ -345,13 +347,21 @@ async def _serve_until_stopped(settings: NodeOptions, doors: _Doors, report: Rep
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
+            if number is signal.SIGHUP:
+                return  # a terminal that is closed may send it twice
             os._exit(128 + number)
         words = f"node {node} hands over leadership and stops"
         manager.tell(STOPPING=1, STATUS=words)
         report(words, event="stopping", node=node)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    ending = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        if os.isatty(0):
+            ending.append(signal.SIGHUP)  # the terminal is closed
+        else:
+            loop.add_signal_handler(signal.SIGHUP, _state_certificates, settings, report)
+    for number in ending:
         loop.add_signal_handler(number, on_signal, number)
     server = await NodeServer.open(settings, http=doors.http)
     door: EtcdDoor | None = None
@@ -380,6 +390,24 @@ async def _serve_until_stopped(settings: NodeOptions, doors: _Doors, report: Rep
         await server.close()
     report(f"node {node} has stopped", event="stopped", node=node)
     return Exit.DONE
+
+
+def _state_certificates(settings: NodeOptions, report: Report) -> None:
+    """On SIGHUP: state whether the certificates on disk can be used. The node reads them again by
+    itself, for the next connection, so nothing else has to be done."""
+    node, tls = settings.id, settings.tls
+    try:
+        if tls is not None:
+            tls.for_listening()
+            tls.for_dialling()
+    except ConfigError as error:
+        effect = "the earlier certificates stay in use"
+        line = log_line(event="certificates_refused", node=node, error=error, effect=effect)
+        logging.getLogger("doyen").warning("%s", line)
+        return
+    uses = "its certificates as they are on disk" if tls else "no certificates"
+    words = f"node {node} uses {uses}; other settings are read when it starts"
+    report(words, event="reloaded", node=node, certificates=tls is not None)
 
 
 def _report_roles(

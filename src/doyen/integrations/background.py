@@ -26,7 +26,7 @@
   requests first. Without a handler, `doyen.lease.lifetime` does it while the main thread runs on,
   and the process ends then.
 
-Imports the session, terms and the standard library.
+Imports the session, terms and `doyen.integrations.forwarding`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from typing import Literal, Protocol, Self, TypeVar, Unpack
 
 from doyen.blocking import BlockingSession, connect_blocking
 from doyen.election.options import CampaignOptions, CampaignSettings
-from doyen.errors import ConfigError, LeadershipLost, SessionClosed, StaleToken
+from doyen.errors import ConfigError, DoyenError, LeadershipLost, SessionClosed, StaleToken
 from doyen.events.log_lines import log_line
+from doyen.integrations.forwarding import LeaderView
 from doyen.integrations.signals import release_on_sigterm
 from doyen.lease.lifetime import release_aside
 from doyen.term import Term
@@ -97,6 +98,7 @@ class BackgroundLeadership:
         self._on_failure = on_failure
         self._options = options
         self._works: list[Work] = []
+        self._view: LeaderView | None = None
         self._life: _Life | None = None
         self._opening = threading.Lock()
         _made.add(self)
@@ -134,6 +136,16 @@ class BackgroundLeadership:
         """What ended the candidacy of this process: the exception of a task, or of the store."""
         life = self._life
         return None if life is None else life.failure
+
+    @property
+    def view(self) -> LeaderView:
+        """Who leads, as this process knows it; for `doyen.integrations.wsgi.LeaderMiddleware`. The
+        leader is observed only if this was asked for before `open`."""
+        if self._view is None:
+            if self._mine is not None:
+                raise ConfigError("the leader is not observed: ask for `view` before `open`")
+            self._view = LeaderView(self.election)
+        return self._view
 
     @property
     def session(self) -> BlockingSession:
@@ -231,6 +243,8 @@ class _Life:
         self._owner = owner
         self._failure: BaseException | None = None
         self._begun: list[Work] = []
+        self._following, self._served = contextlib.ExitStack(), contextlib.ExitStack()
+        """What the view of the owner has from `open` to `close`, and during a term."""
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
         server_handler = signal.getsignal(signal.SIGTERM)
         store = owner._store
@@ -243,6 +257,8 @@ class _Life:
         name = f"closes-{owner.election}"
         self._closer = threading.Thread(target=self._close_when_asked, name=name, daemon=True)
         self._closer.start()
+        if owner._view is not None:
+            self._following.enter_context(owner._view.following_blocking(self.session))
         self._candidate.open()
 
     @property
@@ -260,10 +276,14 @@ class _Life:
         self._asked.get()
         with contextlib.suppress(Exception):  # logged, and known as `failure`
             self._candidate.close()
+        with contextlib.suppress(DoyenError):  # the session is closed all the same
+            self._following.close()
         self.session.close()
 
     def _begin(self, term: Term) -> None:
         self.term = term
+        if self._owner._view is not None:
+            self._served.enter_context(self._owner._view.leading(term))
         for work in self._owner._works:
             try:
                 work.begin(term, self._fail)
@@ -282,6 +302,7 @@ class _Life:
             for work in reversed(begun):
                 work.end(term)
         finally:
+            self._served.close()
             self.term = None
 
     def _fail(self, error: BaseException) -> None:
@@ -322,6 +343,8 @@ def close_all() -> None:
 def _after_fork_in_child() -> None:
     for each in _made:
         each._opening = threading.Lock()  # a thread that no longer exists may have held it
+        if each._view is not None:
+            each._view.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

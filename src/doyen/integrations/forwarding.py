@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
@@ -209,10 +210,18 @@ class LeaderView:
             try:
                 yield self
             finally:
-                runtime.finish_blocking(end())
+                if runtime.pid == os.getpid():
+                    runtime.finish_blocking(end())
         finally:
-            self.observed(None)
-            runtime.release()
+            if runtime.pid == os.getpid():  # a forked child has neither the thread nor the session
+                self.observed(None)
+                runtime.release()
+
+    def forked(self) -> None:
+        """In the child of a fork: what the parent knows is not kept up to date here."""
+        self._lock = threading.Lock()  # a thread that no longer exists may have held it
+        self._waiters = set()
+        self.leader = self.term = None
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
