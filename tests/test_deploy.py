@@ -127,6 +127,13 @@ def test_units_start_what_doyen_accepts(name: str) -> None:
     accepted(words)
 
 
+def test_a_unit_that_is_stopped_has_not_failed() -> None:
+    """systemd takes an end by SIGTERM for a success, but not the exit code that stands for it."""
+    found = configparser.ConfigParser(strict=False, interpolation=None)
+    found.read_string(UNITS["doyen-run@billing"])
+    assert int(found["Service"]["SuccessExitStatus"]) == 128 + signal.SIGTERM
+
+
 class Balanced:
     """Processes that campaign for `app`, behind HAProxy on a local store."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ import servers
 from doyen.integrations.last_runs import LastRuns
 from doyen.integrations.rq import LeaderCronScheduler
 from framework_crew import PROMPT_S, crew
+from support import until_blocking
 
 
 def test_schedulers_are_handed_over(tmp_path: Path, redis: servers.Redis) -> None:
@@ -36,18 +39,24 @@ def test_schedulers_are_handed_over(tmp_path: Path, redis: servers.Redis) -> Non
 
 
 @pytest.fixture
-def terminated_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A scheduler gets SIGTERM after its first round."""
+def handlers() -> Iterator[None]:
+    """The handlers of signals that a program has, restored when the test ends."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+@pytest.fixture
+def terminated_at_once(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler gets SIGTERM after its first round."""
 
     def stop(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(LeaderCronScheduler, "heartbeat", stop)
-    yield
-    for each, handler in handlers.items():
-        signal.signal(each, handler)
 
 
 @pytest.mark.usefixtures("terminated_at_once")
@@ -88,6 +97,25 @@ def test_a_leader_has_resigned_when_it_leaves_the_registry_of_rq(
     assert left == [True]
     listed = {each.name for each in CronScheduler.all(connection)}
     assert (scheduler.name not in listed) is answers
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_scheduler_that_waits_is_stopped_as_a_leader_is(
+    store: str, redis: servers.Redis, number: signal.Signals
+) -> None:
+    scheduler = LeaderCronScheduler(Redis(port=redis.port), "e", store, logging_level="CRITICAL")
+    with doyen.connect_blocking(store) as session, session.campaign("e"):
+
+        def stop() -> None:
+            until_blocking(lambda: len(session.line("e")) == 2)
+            os.kill(os.getpid(), number)
+
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        scheduler.start()
+        stopper.join()
+        assert len(session.line("e")) == 1
 
 
 def test_a_leader_that_was_frozen_cannot_undo_what_a_later_one_wrote(store: str) -> None:

@@ -25,13 +25,13 @@ from typing import Any, Unpack
 from redis import Redis, RedisError
 from redis.client import Pipeline
 from rq.cron import CronJob, CronScheduler
-from rq.exceptions import SchedulerNotFound
+from rq.exceptions import SchedulerNotFound, StopRequested
 
 from doyen.blocking import BlockingSession, connect_blocking
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.events.log_lines import log_line
 from doyen.integrations.last_runs import LastRuns
-from doyen.integrations.programs import lead
+from doyen.integrations.programs import Interrupted, lead
 from doyen.integrations.signals import Uninterrupted
 from doyen.term import Term
 
@@ -71,6 +71,8 @@ class LeaderCronScheduler(CronScheduler):
         """Campaign, and enqueue jobs as leader, until SIGTERM or SIGINT."""
         try:
             lead(self._connect, self._election, self._lead, **self._options)
+        except (Interrupted, KeyboardInterrupt, StopRequested):
+            pass  # while it waited to be elected; a leader that is stopped returns as well
         finally:
             if self._runs is not None:
                 self._leave_registry()
