@@ -207,7 +207,10 @@ class Leading:
             self.attempt.core.runtime.post(self._term_lost)
 
     def _term_lost(self) -> None:
-        term, planned = self.term, self.term.reason == self._order_reason
+        term, keepalive = self.term, self.attempt.keepalive
+        planned = term.reason == self._order_reason or (
+            keepalive.given_up and term.reason == keepalive.lost_because
+        )
         self._emit(Lost, planned, reason=term.reason, ended_at=term.ended_at)
         self._record_end(term.ended_at, "lost", term.reason)
         if not self._body_ended:

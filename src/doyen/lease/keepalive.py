@@ -70,6 +70,8 @@ class Keepalive:
         self._progress_at = math.inf
         self.valid_until = timing.valid_until(sent_at)
         self.lost_because: str | None = None
+        self.given_up = False
+        """It was lost because this process gave it up."""
         self.in_child = False
         """This process is the child of a fork, and the lease is its parent's."""
         self.ended_at = math.inf
@@ -260,14 +262,16 @@ class Keepalive:
         self.lose(reason, only_if_expired=True)
         return self.lost_because is not None
 
-    def lose(self, reason: str, *, only_if_expired: bool = False) -> None:
-        """Declare the lease lost, once, and call the listeners. Any thread."""
+    def lose(self, reason: str, *, only_if_expired: bool = False, planned: bool = False) -> None:
+        """Declare the lease lost, once, and call the listeners. Any thread. `planned`: this process
+        gives it up by itself, which is no reason for a warning."""
         with self._lock:
             now = self._clock.now()
             if self.lost_because is not None or (only_if_expired and now < self.valid_until):
                 return
             ended_at = min(now, self.valid_until)
             self.lost_because = reason
+            self.given_up = planned
             self.ended_at = ended_at
             self.valid_until = NEVER
             listeners = list(self._listeners.values())
@@ -275,7 +279,7 @@ class Keepalive:
         for listener in listeners:
             listener(reason)
         event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
-        self._post(lambda: self._telemetry.emit(event))
+        self._post(lambda: self._telemetry.emit(event, planned=planned))
 
     def stop(self) -> None:
         """Stop renewing, without events or listeners: nothing depends on the lease any more."""

@@ -452,10 +452,10 @@ class LeaseKeeper:
         """How many bodies run."""
         return self._bodies
 
-    def lose_all(self, reason: str) -> None:
+    def give_up_all(self, reason: str) -> None:
         """End every term. The leases are revoked when the bodies have ended."""
         for keepalive in self._all():
-            keepalive.lose(reason)
+            keepalive.lose(reason, planned=True)
 
     def bodies_suspended(self, *, ended: bool) -> None:
         """The process is ending, and the thread of all bodies is suspended for good, so there is no
@@ -475,7 +475,7 @@ class LeaseKeeper:
         for keepalive in keepalives:
             keepalive.forget(self)
             if keepalive.depended_on:
-                keepalive.lose("the session was closed")
+                keepalive.lose("the session was closed", planned=True)
             else:
                 keepalive.stop()
         if self._bodies:

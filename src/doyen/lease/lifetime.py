@@ -232,7 +232,7 @@ async def _pools_finished(cores: set[SessionCore]) -> bool:
     if not pools_at_work():
         return True
     for core in cores:
-        core.leases.lose_all(ENDING)
+        core.leases.give_up_all(ENDING)
     loop = asyncio.get_running_loop()
     until = loop.time() + max(core.calls.timing.stop_budget_s for core in cores)
     while loop.time() < until:
