@@ -230,8 +230,13 @@ class ConsulModel:
             self._tombstones[key] = index
 
     def _transact(self, operations: list[Raw]) -> tuple[int, object, int]:
-        kv, results, errors = dict(self.kv), [], []
+        kv, errors = dict(self.kv), []
+        results: list[Raw] = []
         for number, operation in enumerate(operations):
+            if operation["Verb"] == "get-tree":
+                below = (kv[key] for key in sorted(kv) if key.startswith(operation["Key"]))
+                results += ({"KV": raw} for raw in below)
+                continue
             try:
                 raw = self._operate(kv, operation, self.index + 1)
             except Refusal as refusal:

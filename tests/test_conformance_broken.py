@@ -19,7 +19,7 @@ from doyen.lease.clock import VirtualClock
 from doyen.model import Entry, Lease, Version
 from doyen.stores import memory
 from doyen.stores.memory import MemoryServer, MemoryStore
-from doyen.stores.port import Context, Creation, Watch
+from doyen.stores.port import Context, Creation, Looked, Watch
 from doyen.testing import FaultyStore, LinkedStoreConformance
 from linked import VirtualHarness
 
@@ -353,7 +353,7 @@ class DeletesBlindly(MemoryServer):
         return super().delete(key)
 
 
-@caught_by("concurrent_deletes_succeed_once")
+@caught_by("concurrent_deletes_succeed_once", "entries_deleted_together")
 class DeletesTwice(MemoryServer):
     def delete(self, key: str, if_version: Version | None = None) -> bool:
         super().delete(key, if_version)
@@ -381,6 +381,27 @@ class AheadIgnoresMissingTickets(MemoryServer):
 
     def ahead(self, ticket: str) -> Entry | None:
         return super().ahead(ticket) if ticket in self._entries else None
+
+
+@caught_by("create_and_look_is_three_calls_in_one")
+class LooksAndBelieves(MemoryStore):
+    """Takes the entry of another for its own."""
+
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        looked = await super().create_and_look(key, value, lease, ticket, other)
+        return looked._replace(creation=looked.creation._replace(won=True))
+
+
+@caught_by("create_and_look_is_three_calls_in_one")
+class LooksAway(MemoryStore):
+    """Takes every ticket for the first."""
+
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        return await super().create_and_look(key, value, lease, None, other)
 
 
 @caught_by("ticket_keys_lie_under_the_line_and_are_never_reused")

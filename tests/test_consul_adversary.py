@@ -258,5 +258,6 @@ def test_mutants_are_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ConsulStore, "create", mutant)
+    monkeypatch.setattr(ConsulStore, "create_and_look", Store.create_and_look)
     with pytest.raises(caught):
         contest(seed)

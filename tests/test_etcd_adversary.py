@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -57,17 +58,19 @@ def test_contest_long(seed: int) -> None:
     contest(seed)
 
 
-async def credulous(self: EtcdStore, key: str, value: bytes, lease: Lease) -> Creation:
-    """A mutant of `create` that takes an existing entry for its own."""
-    creation = await CREATE(self, key, value, lease)
-    return Creation(True, creation.entry._replace(lease=lease.id))
+async def credulous(
+    self: EtcdStore, key: str, value: bytes, lease: Lease, *reads: Any
+) -> tuple[Creation, Sequence[Any]]:
+    """A mutant of each creation that takes an existing entry for its own."""
+    creation, found = await CREATE(self, key, value, lease, *reads)
+    return Creation(True, creation.entry._replace(lease=lease.id)), found
 
 
-CREATE = EtcdStore.create
+CREATE = EtcdStore._create
 
 
 def test_a_mutant_of_create_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EtcdStore, "create", credulous)
+    monkeypatch.setattr(EtcdStore, "_create", credulous)
     with pytest.raises(SafetyViolated):
         contest(7)
 

@@ -40,7 +40,7 @@ from doyen.lease.keeper import LeaseKeeper, StoreCalls
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, Leader, Lease, leader_key
 from doyen.stores.memory import MemoryServer, _Held
-from doyen.stores.port import Creation, Store
+from doyen.stores.port import Creation, Looked, Store
 from doyen.testing.faults import Expired, Faults, FaultyStore, RefusedCall, Stray, Unanswered
 from doyen.testing.faults import LostCall as Unheard
 from mutants_nodes import answer_ignored
@@ -111,13 +111,16 @@ def believing(*errors: type[Exception]) -> Variant:
         write = Attempt.write
 
         async def believe(self: Attempt, request: Awaitable[Any]) -> Any:
-            creating = getattr(request, "__qualname__", "").endswith("create")
+            called = getattr(request, "__qualname__", "").rpartition(".")[2]
             try:
                 return await write(self, request)
             except errors:
-                if not creating:
+                entry = Entry(self.record_key, b"", 9**9, 0, self.keepalive.lease.id)
+                if called == "create_and_look":
+                    return Looked(Creation(True, entry))
+                if called != "create":
                     raise
-                return Creation(True, Entry(self.record_key, b"", 9**9, 0, self.keepalive.lease.id))
+                return Creation(True, entry)
 
         async def trust(self: Leading) -> None:
             """Skip the read of the record, which would reveal the mistake at once."""

@@ -108,7 +108,8 @@ MUTANTS: dict[str, tuple[str, str, str, int, dict[str, object]]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_script_is_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, right, wrong, first, options = MUTANTS[mutant]
-    break_script(monkeypatch, script, right, wrong)
+    for each in (script, "create and look"):
+        break_script(monkeypatch, each, right, wrong)
     assert is_caught(lambda seed: contest(seed, **options), first)  # type: ignore[arg-type]
 
 

@@ -129,7 +129,8 @@ def test_a_lease_that_is_ended_early_makes_two_leaders(
 
     monkeypatch.setattr(expiry, "Observation", early)
     with pytest.raises(SafetyViolated):
-        quiet(engine, cut_each_off)
+        for candidates in (2, 4):
+            quiet(engine, cut_each_off, candidates)
 
 
 def test_renewals_follow_to_the_new_primary(engine: str) -> None:

@@ -106,3 +106,37 @@ def test_the_owners_of_a_scope_are_the_same_by_entry_and_by_lease(
             assert view._owners("s") == owners
     connection.close()
     assert tables._MANY > 1
+
+
+class _Recording:
+    """Passes on everything to a queue, and records what is put in."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.puts: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        self.puts.append(item)
+        self._queue.put(item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+async def test_a_refresh_shares_the_transaction_of_those_who_were_notified(tmp_path: Path) -> None:
+    """It is before what they read, so that the transaction takes the write lock, which is free once
+    the change is committed that they were notified of."""
+    async with stores(tmp_path / "doyen.db") as (store,):
+        await store.watch("k", lambda: None)
+        queue = _Recording(store._database._queue)
+        store._database._queue = cast(Any, queue)
+        (tag,) = store._watches._by_tag
+        store._watches._refresh({tag: "k"}, again=False)
+        assert queue.puts == []
+        assert await store.get("k") is None
+        assert [each.writes for each in queue.puts] == [True, False]
+        store._watches._refresh({tag: "k"}, again=False)
+        async with asyncio.timeout(10):
+            while len(queue.puts) == 2:  # noqa: ASYNC110 - nobody reads, so a timer submits it
+                await asyncio.sleep(0.001)
+        assert queue.puts[2].writes

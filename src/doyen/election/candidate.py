@@ -32,7 +32,6 @@ import asyncio
 import contextlib
 import math
 from contextvars import ContextVar
-from typing import cast
 
 from doyen.election.attempt import Attempt, Wakeup
 from doyen.election.core import SessionCore
@@ -52,7 +51,7 @@ from doyen.errors import (
 )
 from doyen.events import ForeignLeader, Hindered, Waiting
 from doyen.model import HAS, Claim, Entry, Order, line_key, order_key
-from doyen.stores.port import Creation
+from doyen.stores.port import Creation, Watch
 from doyen.term import Term, TermState
 
 __all__ = ["Candidacy", "entered_terms"]
@@ -84,10 +83,18 @@ class Claiming:
         self._giving_back = False
         """The deletion of the record was sent, or is to be. This attempt must not lead with it: an
         unanswered deletion may be carried out at any time."""
+        self._behind: Watch | None = None
+        """The watch of the ticket that was ahead. It is closed once the next requests are sent."""
 
     def close(self) -> None:
         """Stop watching."""
         self.succession.close()
+        self._close_behind()
+
+    def _close_behind(self) -> None:
+        if self._behind is not None:
+            self._behind.close()
+            self._behind = None
 
     async def win(self) -> Entry:
         """Wait in line and claim the record until it is this attempt's own."""
@@ -144,7 +151,10 @@ class Claiming:
             self._creation = None
             return True
         before = self._created
-        ahead, order = await self._look()
+        try:
+            ahead, order = await self._look()
+        finally:
+            self._close_behind()
         attempt.in_turn = ahead is None
         creation = self._creation
         has_record = creation is not None and self._is_ours(creation)
@@ -163,20 +173,22 @@ class Claiming:
     async def _look(self) -> tuple[Entry | None, Entry | None]:
         """The ticket ahead, and the order. A candidate that is probably the next creates the record
         at the same time."""
-        settings = self.attempt.settings
+        attempt, settings = self.attempt, self.attempt.settings
         key = order_key(settings.election, settings.kind)
         self._creation = None
         if not self._woken:
-            return await asyncio.gather(self._ahead(), self.attempt.get(key))
+            return await asyncio.gather(self._ahead(), attempt.get(key))
         self._woken = False
-        answers = await asyncio.gather(
-            self._request_record(), self._ahead(), self.attempt.get(key), return_exceptions=True
+        record, lease, ticket = attempt.record_key, attempt.keepalive.lease, attempt.ticket
+        before, self._created = self._created, True
+        looked = await attempt.write(
+            attempt.core.store.create_and_look(record, attempt.record_value(), lease, ticket, key)
         )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        self._creation, ahead, order = cast("tuple[Creation, Entry | None, Entry | None]", answers)
-        return ahead, order
+        self._note(looked.creation, before)
+        if looked.failure is not None:
+            raise looked.failure
+        self._creation = looked.creation
+        return looked.ahead, looked.other
 
     async def _request_record(self) -> Creation:
         attempt, store = self.attempt, self.attempt.core.store
@@ -184,11 +196,15 @@ class Claiming:
         creation = await attempt.write(
             store.create(attempt.record_key, attempt.record_value(), attempt.keepalive.lease)
         )
+        self._note(creation, before)
+        return creation
+
+    def _note(self, creation: Creation, before: bool) -> None:
+        """Note the answer to a creation of the record."""
         if self._is_ours(creation):
-            attempt.record = creation.entry  # if the attempt ends now, it is deleted
+            self.attempt.record = creation.entry  # if the attempt ends now, it is deleted
         else:
             self._created = before
-        return creation
 
     def _is_ours(self, creation: Creation) -> bool:
         return creation.won or self.attempt.is_mine(creation.entry)
@@ -220,15 +236,13 @@ class Claiming:
             self._woken = is_next and not core.calls.failing
             attempt.wakeup.wake()
 
-        watch = await core.call(core.store.watch(ahead.key, notified))
-        try:
-            if core.limits.layout and is_foreign(ahead):
-                await attempt.watch_record()  # to notice the term of each foreign leader
-            if await attempt.get(ahead.key) is not None:
-                self._woken = False
-                await self._wait_for(ahead)
-        finally:
-            watch.close()
+        self._close_behind()
+        self._behind = await core.call(core.store.watch(ahead.key, notified))
+        if core.limits.layout and is_foreign(ahead):
+            await attempt.watch_record()  # to notice the term of each foreign leader
+        if await attempt.get(ahead.key) is not None:
+            self._woken = False
+            await self._wait_for(ahead)
 
     async def _give_way(self, entry: Entry) -> bool:
         """At the head of the line, while an order names another candidate as the successor: wait
@@ -466,7 +480,7 @@ class Candidacy:
         """Leave the line, in the background."""
         if self._claiming is not None:
             claiming, self._claiming = self._claiming, None
-            claiming.succession.close()
+            claiming.close()
             claiming.attempt.leave()
 
     def _leave_admission(self) -> None:

@@ -26,6 +26,7 @@ checks it against this port.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -48,6 +49,7 @@ __all__ = [
     "Capabilities",
     "Context",
     "Creation",
+    "Looked",
     "Store",
     "StoreURL",
     "Watch",
@@ -94,6 +96,18 @@ class Creation(NamedTuple):
 
     won: bool
     entry: Entry
+
+
+class Looked(NamedTuple):
+    """The result of `create_and_look`."""
+
+    creation: Creation
+    ahead: Entry | None = None
+    """The ticket directly ahead."""
+    other: Entry | None = None
+    """The entry at the other key."""
+    failure: StoreError | None = None
+    """Why the two are not known, if they are not."""
 
 
 class Watch(Protocol):
@@ -221,6 +235,34 @@ class Store(ABC):
     @abstractmethod
     async def get(self, key: str) -> Entry | None:
         """The entry at `key`, or None."""
+
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """`create`, and at the same time `ahead(ticket)` and `get(other)`. Without a ticket nothing
+        is ahead.
+
+        A candidate that is probably the next sends these at once. They are not one step: each is
+        carried out at some time during the call. An adapter may need fewer requests for them.
+        Raises what `create` raises; the result has the errors of the others.
+        """
+
+        async def look() -> Entry | None:
+            return None if ticket is None else await self.ahead(ticket)
+
+        creation, ahead, found = await asyncio.gather(
+            self.create(key, value, lease), look(), self.get(other), return_exceptions=True
+        )
+        if isinstance(creation, BaseException):
+            raise creation
+        for read in (ahead, found):
+            if isinstance(read, StoreError):
+                return Looked(creation, failure=read)
+            if isinstance(read, BaseException):
+                raise read
+        assert not isinstance(ahead, BaseException)
+        assert not isinstance(found, BaseException)
+        return Looked(creation, ahead, found)
 
     @abstractmethod
     async def list(self, prefix: str) -> list[Entry]:

@@ -30,7 +30,7 @@ from doyen.model import Claim, Entry, Finding, Lease, Version
 from doyen.stores.consul.client import Agents
 from doyen.stores.consul.store import ConsulStore, Operation, lock_operation, refuse_ended
 from doyen.stores.kit.layouts import foreign_claim, layout_finding, place_of, plain_claim, refuse
-from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle
 from doyen.stores.port import Creation, Watch
 
 LAYOUT = "lock"
@@ -97,6 +97,8 @@ class ConsulLockStore(ConsulStore):
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         refuse(LAYOUT, "lines")
+
+    create_and_look = GuardedStore.create_and_look  # by the operations of the layout
 
     async def ahead(self, ticket: Entry) -> Entry | None:
         refuse(LAYOUT, "lines")

@@ -25,7 +25,7 @@ import math
 import re
 from base64 import b64decode, b64encode
 from builtins import list as list_
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import getrandbits
 from typing import Any
@@ -46,7 +46,7 @@ from doyen.stores.consul.diagnosis import AgentState, findings
 from doyen.stores.consul.watches import ConsulWatches
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.lifecycle import GuardedStore
-from doyen.stores.port import Capabilities, Creation, Watch
+from doyen.stores.port import Capabilities, Creation, Looked, Watch
 
 TTL_MAX_S = 86_400.0
 _TICKET = re.compile(r"(-?\d+)\.[0-9a-f]{32}")
@@ -142,6 +142,33 @@ class ConsulStore(GuardedStore):
             if existing is not None:
                 return Creation(False, existing)
 
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """One transaction. If it is refused, each of the three is requested by itself."""
+        if ticket is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        path, before = self._path(key), self._highest
+        line, place = self._path(ticket.key.rpartition("/")[0]) + "/", self._path(other)
+        answer = await self._transact(
+            {"Verb": "check-not-exists", "Key": path},
+            lock_operation(path, value, lease),
+            {"Verb": "get-tree", "Key": line},
+            {"Verb": "get-tree", "Key": place},
+        )
+        if answer.status != 200:
+            refuse_ended(answer)
+            return await super().create_and_look(key, value, lease, ticket, other)
+        found = {each["KV"]["Key"]: each["KV"] for each in answer.json["Results"]}
+        written = self._entry({**found[path], "Value": _text(value)})
+        creation = Creation(True, await self._newer(written, before))
+        try:
+            below = [self._entry(raw) for at, raw in found.items() if at.startswith(line)]
+            ahead = _ahead_of(ticket, below)
+        except TicketGone as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, self._entry(found[place]) if place in found else None)
+
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         if if_version is None:
             return await self._replace(key, value, 0)
@@ -206,11 +233,7 @@ class ConsulStore(GuardedStore):
         raise StoreUnusable(f"Consul refuses a ticket: {answer.text}")
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        line = [each for each in await self.list(ticket.key.rpartition("/")[0]) if _is_ticket(each)]
-        place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
-        if place is None:
-            raise TicketGone(f"the ticket {ticket.key} is no longer in its line")
-        return line[place - 1] if place else None
+        return _ahead_of(ticket, await self.list(ticket.key.rpartition("/")[0]))
 
     async def get(self, key: str) -> Entry | None:
         path = f"kv/{self._path(key)}"
@@ -218,8 +241,7 @@ class ConsulStore(GuardedStore):
 
     async def list(self, prefix: str) -> list_[Entry]:
         path = f"kv/{self._path(prefix)}/"
-        entries = map(self._entry, await self._read(path, recurse=None))
-        return sorted(entries, key=lambda entry: (-_rank(entry.key), entry.revision))
+        return sorted(map(self._entry, await self._read(path, recurse=None)), key=_place)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
@@ -321,6 +343,20 @@ def refuse_ended(answer: ConsulResponse) -> None:
 def _is_ticket(entry: Entry) -> bool:
     """Whether an entry in a line is a ticket, and not a key of another program."""
     return entry.lease is not None and _TICKET.fullmatch(entry.key.rpartition("/")[2]) is not None
+
+
+def _ahead_of(ticket: Entry, below: Iterable[Entry]) -> Entry | None:
+    """The ticket directly before this one, given all that is below the key of its line."""
+    line = sorted(filter(_is_ticket, below), key=_place)
+    place = next((n for n, each in enumerate(line) if each.key == ticket.key), None)
+    if place is None:
+        raise TicketGone(f"the ticket {ticket.key} is no longer in its line")
+    return line[place - 1] if place else None
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    """Sort key of an entry in a list: tickets by their rank, and within a rank by arrival."""
+    return -_rank(entry.key), entry.revision
 
 
 def _rank(key: str) -> int:

@@ -17,16 +17,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.etcd import rpc
 from doyen.stores.etcd.connection import EtcdClient, EtcdCluster
 from doyen.stores.etcd.diagnosis import findings
 from doyen.stores.etcd.leases import EtcdKeepalive
 from doyen.stores.etcd.watches import EtcdWatches
-from doyen.stores.kit.batches import Batches
+from doyen.stores.kit.batches import Batches, one_by_one
 from doyen.stores.kit.lifecycle import GuardedStore
-from doyen.stores.port import Capabilities, Creation, Watch
+from doyen.stores.port import Capabilities, Creation, Looked, Watch
 
 SETTLE_S = 0.02
 """Pause after closing, in which gRPC reports the end of cancelled calls to the loop. If the loop
@@ -35,6 +35,9 @@ were closed by then, the next loop that uses gRPC would log an error."""
 READS_IN_FLIGHT = 4
 READS_AT_ONCE = 100
 """The most reads in a transaction. etcd allows 128 operations by default."""
+
+DELETIONS_IN_FLIGHT = 16
+DELETED_AT_ONCE = 32
 
 _RANKS = 2**63
 _TICKET = re.compile(r"(.*/\d{20})-[0-9a-f]{32}-\d+")
@@ -58,6 +61,7 @@ class EtcdStore(GuardedStore):
         self._witness = rpc.RangeRequest(key=witness, count_only=True)
         self._client = EtcdClient(cluster)
         self._reads = Batches(self._read, most=READS_AT_ONCE, in_flight=READS_IN_FLIGHT)
+        self._deletions = Batches(self._delete, most=DELETED_AT_ONCE, in_flight=DELETIONS_IN_FLIGHT)
         self._leases = EtcdKeepalive(cluster, witness)
         self._watches = EtcdWatches(cluster)
         self._tickets = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count(1))
@@ -105,19 +109,52 @@ class EtcdStore(GuardedStore):
         }
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
+        return (await self._create(key, value, lease))[0]
+
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """One transaction, which reads whether or not it creates the entry."""
+        if ticket is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        own = self._at(ticket.key)
+        creation, (mine, same_rank, higher, found) = await self._create(
+            key,
+            value,
+            lease,
+            rpc.RangeRequest(key=own),
+            *_before(own, ticket.revision),
+            rpc.RangeRequest(key=self._at(other)),
+        )
+        ahead = None
+        try:
+            if not mine or same_rank or higher:
+                ahead = await self.ahead(ticket)
+        except StoreError as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, self._entry(found[0]) if found else None)
+
+    async def _create(
+        self, key: str, value: bytes, lease: Lease, *reads: Any
+    ) -> tuple[Creation, Sequence[Any]]:
+        """Create an entry, and read in the same transaction."""
         at = self._at(key)
+        put = {"key": at, "value": value, "lease": _number(lease)}
+        ranges = [{"request_range": each} for each in reads]
         answer = await self._call(
             rpc.TXN,
             rpc.TxnRequest(
                 compare=[absent(at)],
-                success=[{"request_put": {"key": at, "value": value, "lease": _number(lease)}}],
-                failure=[{"request_range": {"key": at}}],
+                success=[{"request_put": put}, *ranges],
+                failure=[{"request_range": {"key": at}}, *ranges],
             ),
         )
+        first, *rest = answer.responses
+        found = [each.response_range.kvs for each in rest]
         if not answer.succeeded:
-            return Creation(False, self._entry(answer.responses[0].response_range.kvs[0]))
+            return Creation(False, self._entry(first.response_range.kvs[0])), found
         revision = answer.header.revision
-        return Creation(True, Entry(key, value, revision, revision, lease.id))
+        return Creation(True, Entry(key, value, revision, revision, lease.id)), found
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         at = self._at(key)
@@ -152,18 +189,29 @@ class EtcdStore(GuardedStore):
         return entry._replace(value=value, version=answer.header.revision)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        at = self._at(key)
-        if if_version is None:
-            answer = await self._call(rpc.DELETE, rpc.DeleteRangeRequest(key=at))
-            return bool(answer.deleted)
-        answer = await self._call(
-            rpc.TXN,
-            rpc.TxnRequest(
-                compare=[unchanged(at, if_version)],
-                success=[{"request_delete_range": {"key": at}}],
-            ),
-        )
-        return bool(answer.succeeded)
+        self._require_usable()
+        return await self._deletions.ask((self._at(key), if_version))
+
+    async def _delete(
+        self, deletions: Sequence[tuple[bytes, Version | None]]
+    ) -> Sequence[bool | BaseException]:
+        """Deletions as one transaction: a leader that resigns deletes its record and its ticket. If
+        one of them is refused, so is the transaction, and each is then tried by itself."""
+        keys = {key for key, _ in deletions}
+        if len(keys) == len(deletions) and None not in (version for _, version in deletions):
+            answer = await self._call(
+                rpc.TXN,
+                rpc.TxnRequest(
+                    compare=[unchanged(key, version) for key, version in deletions],
+                    success=[{"request_delete_range": {"key": key}} for key, _ in deletions],
+                ),
+            )
+            if answer.succeeded or len(deletions) == 1:
+                return [bool(answer.succeeded)] * len(deletions)
+        elif len(deletions) == 1:
+            answer = await self._call(rpc.DELETE, rpc.DeleteRangeRequest(key=deletions[0][0]))
+            return [bool(answer.deleted)]
+        return await one_by_one(self._delete, deletions)
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         if not -_RANKS < rank < _RANKS:
@@ -177,18 +225,14 @@ class EtcdStore(GuardedStore):
 
     async def ahead(self, ticket: Entry) -> Entry | None:
         own = self._at(ticket.key)
-        line, _, name = own.rpartition(b"/")
-        rank = name.partition(b"-")[0]
+        line = own.rpartition(b"/")[0]
         while True:
             self._require_usable()
             answer = await self._client.call(
                 rpc.TXN,
                 rpc.TxnRequest(
                     compare=[created(own, ticket.revision)],
-                    success=[
-                        {"request_range": _last(line, rank, before=ticket.revision)},
-                        {"request_range": _nearest(line, rank)},
-                    ],
+                    success=[{"request_range": each} for each in _before(own, ticket.revision)],
                 ),
                 reads=True,
             )
@@ -235,6 +279,7 @@ class EtcdStore(GuardedStore):
         return findings(states)
 
     async def _release(self) -> None:
+        await self._deletions.close()
         await self._watches.close()
         await self._leases.close()
         await self._client.close()
@@ -292,6 +337,13 @@ def created(key: bytes, revision: int) -> dict[str, Any]:
 
 def unchanged(key: bytes, version: Version) -> dict[str, Any]:
     return {"target": "MOD", "key": key, "mod_revision": version}
+
+
+def _before(ticket: bytes, revision: int) -> tuple[Any, Any]:
+    """Reads for what is ahead of a ticket: in its own rank, and in a higher one."""
+    line, _, name = ticket.rpartition(b"/")
+    rank = name.partition(b"-")[0]
+    return _last(line, rank, before=revision), _nearest(line, rank)
 
 
 def _last(line: bytes, rank: bytes, *, before: int = 0) -> Any:

@@ -106,3 +106,16 @@ class Batches(Generic[Q, R]):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def one_by_one(
+    send: Callable[[Sequence[Q]], Awaitable[Sequence[R | BaseException]]], requests: Sequence[Q]
+) -> list[R | BaseException]:
+    """The results of requests that cannot be sent together."""
+    results: list[R | BaseException] = []
+    for request in requests:
+        try:
+            results += await send([request])
+        except StoreError as error:
+            results.append(error)
+    return results

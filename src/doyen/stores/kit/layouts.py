@@ -200,6 +200,8 @@ class LineLayout(GuardedStore):
         plain_claim(value, self.layout)
         return await self._join(line, value, lease)
 
+    create_and_look = GuardedStore.create_and_look  # by the operations of the layout
+
     async def ahead(self, ticket: Entry) -> Entry | None:
         self._require_usable()
         return await self._before(ticket)

@@ -13,7 +13,7 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from doyen.errors import OutcomeUnknown, TicketGone
+from doyen.errors import OutcomeUnknown, StoreError, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.nats.buckets import Buckets
@@ -21,7 +21,7 @@ from doyen.stores.nats.jetstream import PIPELINED, JetStream, NatsAddress, Wrong
 from doyen.stores.nats.leases import NatsLeases
 from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.view import CREATED, LEASE, subject_of
-from doyen.stores.port import Capabilities, Context, Creation, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 
 
 class NatsStore(GuardedStore):
@@ -92,6 +92,21 @@ class NatsStore(GuardedStore):
             if present is not None:
                 return Creation(False, present)
 
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """Once the copy has the new entry, it is as new as a read would make it."""
+        creation, view = await self.create(key, value, lease), self._mirror.view
+        if creation.won and ticket is not None and other not in view.entries:
+            line = view.under(ticket.key.rpartition("/")[0])
+            if line and line[0].key == ticket.key:
+                return Looked(creation)
+        try:
+            ahead = None if ticket is None else await self.ahead(ticket)
+            return Looked(creation, ahead, await self.get(other))
+        except StoreError as error:
+            return Looked(creation, failure=error)
+
     async def _write_new(
         self, key: str, value: bytes, headers: dict[str, str], lease: str | None
     ) -> int | None:
@@ -161,8 +176,13 @@ class NatsStore(GuardedStore):
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         self._require_usable()
+        known = self._mirror.view.entries.get(key)
+        # However old the copy is: the server compares the version, and it is used only once.
+        is_known = known is not None and known.version == if_version
         while True:
-            await self._mirror.catch_up()
+            if not is_known:
+                await self._mirror.catch_up()
+            is_known = False
             present = self._mirror.view.entries.get(key)
             if present is None or if_version not in (None, present.version):
                 return False

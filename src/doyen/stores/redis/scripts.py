@@ -149,6 +149,19 @@ local function remove(path)
   notify(path)
 end
 
+local function create(path, value, id)
+  if not exists(id) then return {{0, 0}} end
+  local present = entry(path)
+  if present then return {{1, 0, present}} end
+  local n = number()
+  write(path, value, n, n, id)
+  return {{1, 1, entry(path)}}
+end
+
+local function last_two(after, upto)
+  return entries(redis.call('ZREVRANGEBYLEX', INDEX, upto, after, 'LIMIT', 0, 2))
+end
+
 local function finish(id)
   number()
   -- The character after the space is the exclamation mark.
@@ -207,13 +220,11 @@ if redis.call('HGET', LEASES, 'counter:' .. ARGV[3]) ~= ARGV[4] then return 0 en
 finish(ARGV[3])
 return 1
 """,
-    "create": """
-if not exists(ARGV[5]) then return {0, 0} end
-local present = entry(ARGV[3])
-if present then return {1, 0, present} end
-local n = number()
-write(ARGV[3], ARGV[4], n, n, ARGV[5])
-return {1, 1, entry(ARGV[3])}
+    "create": "return create(ARGV[3], ARGV[4], ARGV[5])",
+    # A damaged entry is an error, which would not undo the creation, so the reads are first.
+    "create and look": """
+local line, other = last_two(ARGV[6], ARGV[7]), entries({ARGV[8]})
+return {create(ARGV[3], ARGV[4], ARGV[5]), line, other}
 """,
     "put": """
 local present = entry(ARGV[3])
@@ -230,11 +241,18 @@ write(ARGV[3], ARGV[4], present[3], number(), present[5][1])
 return {entry(ARGV[3])}
 """,
     "delete": """
-local present = entry(ARGV[3])
-if not present or (ARGV[4] ~= '' and ARGV[4] ~= present[4]) then return 0 end
-number()
-remove(ARGV[3])
-return 1
+local done = {}
+for i = 3, #ARGV, 2 do
+  local path, version = ARGV[i], ARGV[i + 1]
+  local present = entry(path)
+  local same = present and (version == '' or version == present[4])
+  if same then
+    number()
+    remove(path)
+  end
+  done[#done + 1] = same and 1 or 0
+end
+return done
 """,
     "enqueue": """
 if not exists(ARGV[5]) then return {} end
@@ -249,10 +267,7 @@ return {entry(path)}
 local paths = redis.call('ZRANGEBYLEX', INDEX, ARGV[3], ARGV[4], 'LIMIT', 0, 1)
 return entries(paths)
 """,
-    "last two": """
-local paths = redis.call('ZREVRANGEBYLEX', INDEX, ARGV[4], ARGV[3], 'LIMIT', 0, 2)
-return entries(paths)
-""",
+    "last two": "return last_two(ARGV[3], ARGV[4])",
     "look": """
 local rows = {}
 for i = 3, #ARGV do rows[#rows + 1] = lease_row(ARGV[i]) end

@@ -10,19 +10,28 @@ everything else.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnusable, TicketGone
+from doyen.errors import (
+    ConfigError,
+    LeaseGone,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnusable,
+    TicketGone,
+)
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Finding, Lease, Version
+from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.kit.observer import LeaseObserver, Survey
-from doyen.stores.port import Capabilities, Context, Creation, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.redis.connection import (
     RedisAddress,
     RedisConnection,
@@ -38,6 +47,7 @@ _RANKS = 1 << 31
 _AT_ONCE = 50
 """How many scopes are surveyed in one script, during which the server does nothing else."""
 _WAIT_MS = 1000
+_DELETIONS_IN_FLIGHT, _DELETED_AT_ONCE = 16, 32
 
 
 class RedisStore(GuardedStore):
@@ -58,6 +68,9 @@ class RedisStore(GuardedStore):
         self._poll_s = poll_s
         self._wait = [("WAIT", replicas, _WAIT_MS)] if replicas else []
         self._own: set[str] = set()
+        self._deletions = Batches(
+            self._delete, most=_DELETED_AT_ONCE, in_flight=_DELETIONS_IN_FLIGHT
+        )
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
         self.capabilities = Capabilities(expiry_factor=2.0, durable=False)
@@ -109,6 +122,30 @@ class RedisStore(GuardedStore):
             if present is not None:
                 return Creation(bool(won), present[0])
 
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """One script."""
+        if ticket is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        ((alive, won, *rows), line, found), connection = await self._write(
+            "create and look", key, value, lease.id, *_until(ticket), other
+        )
+        if not alive:
+            raise _gone(lease.id)
+        present = await self._judged(rows, connection)
+        if present is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        creation = Creation(bool(won), present[0])
+        try:
+            tickets = await self._judged(line, connection)
+            ahead = await self.ahead(ticket) if tickets is None else _ahead_of(ticket, tickets)
+            others = await self._judged(found, connection)
+            entry = await self.get(other) if others is None else next(iter(others), None)
+        except StoreError as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, entry)
+
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         if if_version is not None and type(if_version) is not int:
             return None
@@ -136,8 +173,13 @@ class RedisStore(GuardedStore):
         if if_version is not None and type(if_version) is not int:
             return False
         version = "" if if_version is None else str(if_version)
-        done, _ = await self._write("delete", key, version)
-        return bool(done)
+        self._require_usable()
+        return await self._deletions.ask((key, version))
+
+    async def _delete(self, deletions: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        """Deletions as one script: a leader that resigns deletes its record and its ticket."""
+        done, _ = await self._write("delete", *itertools.chain.from_iterable(deletions))
+        return [bool(each) for each in done]
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         if not -_RANKS < rank < _RANKS:
@@ -149,11 +191,7 @@ class RedisStore(GuardedStore):
         return self._entry(rows[0], connection)[0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        line = ticket.key.rpartition("/")[0]
-        entries = await self._entries("last two", f"({line}/", f"[{ticket.key}")
-        if not entries or entries[0].key != ticket.key:
-            raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
-        return entries[1] if len(entries) > 1 else None
+        return _ahead_of(ticket, await self._entries("last two", *_until(ticket)))
 
     async def get(self, key: str) -> Entry | None:
         return next(iter(await self._entries("get", key)), None)
@@ -181,6 +219,7 @@ class RedisStore(GuardedStore):
         return [*findings(facts, fsync.decode(), self._replicas, self._poll_s)]
 
     async def _release(self) -> None:
+        await self._deletions.close()
         self._observer.close()
         await self._subscriber.close()
         await self._scripts.close()
@@ -292,6 +331,18 @@ def _lease_row(row: Sequence[Any], connection: RedisConnection) -> LeaseRow:
 def _under(prefix: str) -> tuple[str, str]:
     """The bounds of the paths that begin with `prefix` and a `/`; "0" follows "/" in ASCII."""
     return f"[{prefix}/", f"({prefix}0"
+
+
+def _until(ticket: Entry) -> tuple[str, str]:
+    """The bounds of the paths of a line up to this ticket."""
+    return f"({ticket.key.rpartition('/')[0]}/", f"[{ticket.key}"
+
+
+def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """The ticket directly before this one, given both in reverse order."""
+    if not entries or entries[0].key != ticket.key:
+        raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
+    return entries[1] if len(entries) > 1 else None
 
 
 def _gone(lease: str) -> LeaseGone:

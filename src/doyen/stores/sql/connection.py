@@ -196,14 +196,21 @@ class SqlConnection:
     async def read(self, query: str, given: Given) -> list[Row]:
         """Run a query that changes nothing."""
         try:
-            return await self._send(query, given)
+            return _last(await self._send(query, given))
         except ConnectionLost as error:
             raise StoreUnavailable(f"{self.where}: {error}") from error
 
     async def write(
         self, script: str, given: Given, *, early: bool = False, then: str = ""
     ) -> list[Row]:
-        """Run statements in one transaction, and after it a statement without a result."""
+        """Run statements in one transaction, and after it statements without a result. Returns the
+        rows of the last query in the transaction."""
+        return _last(await self.write_all(script, given, early=early, then=then))
+
+    async def write_all(
+        self, script: str, given: Given, *, early: bool = False, then: str = ""
+    ) -> list[list[Row]]:
+        """The same; returns the rows of each query in the transaction."""
         message = self.engine.transaction(script, early=early) + (then and f"; {then}")
         for _ in range(_ATTEMPTS):
             try:
@@ -308,7 +315,7 @@ class SqlConnection:
                 raise
             self._drop(connection)
 
-    async def _send(self, text: str, given: Given) -> list[Row]:
+    async def _send(self, text: str, given: Given) -> list[list[Row]]:
         async with self._turn:
             connection = await self.connected()
             try:
@@ -321,7 +328,7 @@ class SqlConnection:
                     self._drop(connection)
                 raise meaning from error
             self._require_primary(connection, identity)
-            return results[-1] if results else []
+            return results
 
     async def _execute(
         self, connection: ServerConnection, text: str, given: Given
@@ -351,6 +358,10 @@ class SqlConnection:
             raise ConnectionLost(str(error)) from error
         self._drop(connection)
         raise ConnectionLost("another server than before has responded")
+
+
+def _last(results: Sequence[list[Row]]) -> list[Row]:
+    return results[-1] if results else []
 
 
 def text_of(value: Any) -> str:

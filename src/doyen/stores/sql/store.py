@@ -7,7 +7,9 @@
 
 A read that finds an expired lease ends it and reads again, so no method returns an entry whose
 lease has ended. Each end is a transaction of its own. `create` reads before it advances the
-counter, so that a candidate that is refused does not make other transactions wait.
+counter, so that a candidate that is refused does not make other transactions wait;
+`create_and_look` is called by the next in line, which is rarely refused. Deletions that are
+requested together are one transaction, so a handover takes two: one that frees, one that takes.
 
 Imports the port, the model, the kit of the stores and its own package.
 """
@@ -18,13 +20,14 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from doyen.errors import ConfigError, LeaseGone, StoreUnusable, TicketGone
+from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
+from doyen.stores.kit.batches import Batches, one_by_one
 from doyen.stores.kit.expiry import LeaseRow
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.kit.observer import LeaseObserver, Survey
-from doyen.stores.port import Capabilities, Context, Creation, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
 
 __all__ = ["KEPT", "LAYOUT", "RelationalStore", "check_layout", "is_ticket"]
@@ -40,6 +43,7 @@ KEPT = 1000
 """For how many positions the changed paths are kept."""
 _AT_ONCE = 50
 """How many scopes are surveyed in one query."""
+_DELETED_AT_ONCE = 50
 
 
 _LEASE = "l.ttl_us, l.counter, {clock} - l.renewed_us, {incarnation}"
@@ -79,6 +83,14 @@ def _statements(*, logs: bool) -> dict[str, str]:
         )
 
     made = log("e.path = %(path)s AND e.version = m.revision")
+    create = (
+        f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
+        f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_PRESENT}"
+    )
+    ahead = (
+        f"SELECT {_ENTRY} {_FROM}WHERE e.path > %(first)s AND e.path <= %(ticket)s"
+        " ORDER BY e.path DESC LIMIT 2"
+    )
     return {
         "grant": "INSERT INTO {leases} (id, ttl_us, counter, renewed_us)"
         " VALUES (%(lease)s, %(ttl_us)s, 0, {clock})",
@@ -93,8 +105,7 @@ def _statements(*, logs: bool) -> dict[str, str]:
         f" {log(f'e.lease IN ([leases]) AND e.lease NOT IN ({_REMAINING})')}"
         f"DELETE FROM {{entries}} WHERE lease IN ([leases]) AND lease NOT IN ({_REMAINING})",
         "present": _PRESENT,
-        "create": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, o.id"
-        f" FROM {{meta}} m, {{leases}} o WHERE o.id = %(lease)s AND {_IS_FREE}; {made}{_PRESENT}",
+        "create": create,
         "put": f"{_NUMBER}{_INTO}%(path)s, %(value)s, m.revision, m.revision, NULL"
         f" FROM {{meta}} m WHERE {_IS_FREE}; {made}{_PRESENT}",
         "replace": f"{_NUMBER}UPDATE {{entries}} SET value = %(value)s, lease = NULL,"
@@ -104,23 +115,18 @@ def _statements(*, logs: bool) -> dict[str, str]:
         " version = (SELECT revision FROM {meta}) WHERE path = %(path)s AND version = %(version)s"
         " AND lease IS NOT NULL;"
         f" {made}{_PRESENT}",
-        "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE path = %(path)s;"
-        f" {log('e.path = %(path)s')}"
-        "DELETE FROM {entries} WHERE path = %(path)s",
-        "delete version": f"{_NUMBER}"
-        "SELECT path FROM {entries} WHERE path = %(path)s AND version = %(version)s;"
-        f" {log('e.path = %(path)s AND e.version = %(version)s')}"
-        "DELETE FROM {entries} WHERE path = %(path)s AND version = %(version)s",
+        "delete": f"{_NUMBER}SELECT path FROM {{entries}} WHERE [those]; {log('[those]')}"
+        "DELETE FROM {entries} WHERE [those]",
         "enqueue": f"{_NUMBER}{_INTO}{_TICKET}, %(value)s, m.revision, m.revision, o.id"
         " FROM {meta} m, {leases} o WHERE o.id = %(lease)s;"
         f" {log(f'e.path = {_TICKET}')}{{hold}}"
         f"SELECT {_ENTRY} FROM {{meta}} m JOIN {{entries}} e ON e.path = {_TICKET}"
         " JOIN {leases} l ON l.id = e.lease",
         "get": f"SELECT {_ENTRY} {_FROM}WHERE e.path = %(path)s",
+        "create and look": f"{create}; {ahead}; SELECT {_ENTRY} {_FROM}WHERE e.path = %(other)s",
         "list": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path",
         "head": f"SELECT {_ENTRY} {_FROM}WHERE {_UNDER} ORDER BY e.path LIMIT 1",
-        "ahead": f"SELECT {_ENTRY} {_FROM}WHERE e.path > %(first)s AND e.path <= %(path)s"
-        " ORDER BY e.path DESC LIMIT 2",
+        "ahead": ahead,
         "position": "SELECT position FROM {meta}",
         "changes": "SELECT m.position, c.path FROM {meta} m"
         " LEFT JOIN {changes} c ON c.position > %(since)s",
@@ -137,7 +143,7 @@ class RelationalStore(GuardedStore):
     tables; `clock`, microseconds of the database's clock; `numbering`, assignments that advance the
     counter in `meta`; `incarnation`, which differs if a server may have lost what an earlier one
     confirmed. With `logs`, the statements log changes. Otherwise a trigger does. The dialect may
-    also have `hold`, executed when a ticket was created; `ring`, when one may have been deleted;
+    also have `hold`, executed when a ticket was created; `ring`, when one is about to be deleted;
     `ring_all`, when all tickets of a lease were.
     """
 
@@ -159,6 +165,7 @@ class RelationalStore(GuardedStore):
         self._connection = connection
         self._renewals = renewals
         self._own: set[str] = set()
+        self._deletions = Batches(self._delete, most=_DELETED_AT_ONCE, in_flight=1)
         self._observer = LeaseObserver(self, context.clock.now, poll_s, self.changes)
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
@@ -215,6 +222,32 @@ class RelationalStore(GuardedStore):
             return await self.create(key, value, lease)
         return Creation(False, present)
 
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """One transaction. Unlike `create` it does not read first: it is probably not refused."""
+        self._require_usable()
+        if ticket is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        given: dict[str, object] = {"path": _checked(key), "value": value, "lease": lease.id}
+        given |= {**_until(ticket), "other": other}
+        statement = self._sql["create and look"]
+        *_, (row,), line, found = await self._connection.write_all(statement, given)
+        if row[10] is None:
+            raise _gone(lease.id)
+        over, present = self._judged([row] if row[0] is not None else [])
+        won = bool(present) and present[0].version == int(row[9])
+        if not won and (over or not present):
+            await self._end(over)
+            return await super().create_and_look(key, value, lease, ticket, other)
+        creation = Creation(won, present[0])
+        try:
+            ahead = _ahead_of(ticket, await self._entries("ahead", _until(ticket), line))
+            entries = await self._entries("get", {"path": other}, found)
+        except StoreError as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, next(iter(entries), None))
+
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         given: dict[str, object] = {"path": _checked(key), "value": value, "lease": ""}
         if if_version is None:
@@ -261,10 +294,27 @@ class RelationalStore(GuardedStore):
         self._require_usable()
         if if_version is not None and type(if_version) is not int:
             return False
-        statement = self._sql["delete" if if_version is None else "delete version"]
-        given = {"path": _checked(key), "version": if_version}
-        ring = self._names["ring"] if is_ticket(key) else ""
-        return bool(await self._connection.write(statement, given, early=True, then=ring))
+        return await self._deletions.ask((_checked(key), if_version))
+
+    async def _delete(
+        self, deletions: Sequence[tuple[str, int | None]]
+    ) -> Sequence[bool | BaseException]:
+        """Deletions as one transaction: a leader that resigns deletes its record and its ticket."""
+        if len(dict(deletions)) < len(deletions):  # of two deletions of one key, one succeeds
+            return await one_by_one(self._delete, deletions)
+        given: dict[str, object] = {}
+        those, rung = [], []
+        for number, (path, version) in enumerate(deletions):
+            given |= {f"path{number}": path, f"version{number}": version}
+            same = "" if version is None else f" AND version = %(version{number})s"
+            those.append(f"(path = %(path{number})s{same})")
+            if self._names["ring"] and is_ticket(path):
+                rung.append(self._names["ring"].replace("%(path)s", f"%(path{number})s"))
+        # Before the commit: whoever is woken, and creates the record, waits for the counter.
+        script = "; ".join([self._sql["delete"].replace("[those]", " OR ".join(those)), *rung])
+        rows = await self._connection.write(script, given, early=True)
+        deleted = {text_of(path) for (path,) in rows}
+        return [path in deleted for path, _ in deletions]
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         self._require_usable()
@@ -278,11 +328,7 @@ class RelationalStore(GuardedStore):
         return self._judged(rows)[1][0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        first = ticket.key.rpartition("/")[0] + "/"
-        entries = await self._entries("ahead", {"first": first, "path": ticket.key})
-        if not entries or entries[0].key != ticket.key:
-            raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
-        return entries[1] if len(entries) > 1 else None
+        return _ahead_of(ticket, await self._entries("ahead", _until(ticket)))
 
     async def get(self, key: str) -> Entry | None:
         return next(iter(await self._entries("get", {"path": key})), None)
@@ -293,13 +339,19 @@ class RelationalStore(GuardedStore):
     async def head(self, line: str) -> Entry | None:
         return next(iter(await self._entries("head", _under(line))), None)
 
-    async def _entries(self, statement: str, given: Given) -> Sequence[Entry]:
+    async def _entries(
+        self, statement: str, given: Given, rows: Sequence[Row] | None = None
+    ) -> Sequence[Entry]:
+        """The entries that a query returns; `rows` if it was made before."""
         self._require_usable()
         while True:
-            over, entries = self._judged(await self._connection.read(self._sql[statement], given))
+            if rows is None:
+                rows = await self._connection.read(self._sql[statement], given)
+            over, entries = self._judged(rows)
             if not over:
                 return entries
             await self._end(over)
+            rows = None
 
     def _judged(self, rows: Sequence[Row]) -> tuple[dict[str, int], Sequence[Entry]]:
         """The leases in the rows that have expired, and the entries."""
@@ -399,6 +451,7 @@ class RelationalStore(GuardedStore):
         return await self._observer.watch(scope, notify)
 
     async def _release(self) -> None:
+        await self._deletions.close()
         self._observer.close()
         for connection in self._connection.primary.connections:
             await connection.close()
@@ -434,6 +487,18 @@ def _checked(path: str, spare: int = 0) -> str:
 def _under(prefix: str) -> dict[str, str]:
     """The bounds of the paths that begin with `prefix` and a `/`; "0" follows "/" in ASCII."""
     return {"first": prefix + "/", "last": prefix + "0"}
+
+
+def _until(ticket: Entry) -> dict[str, str]:
+    """The bounds of the paths of a line up to this ticket."""
+    return {"first": ticket.key.rpartition("/")[0] + "/", "ticket": ticket.key}
+
+
+def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """The ticket directly before this one, given both in reverse order."""
+    if not entries or entries[0].key != ticket.key:
+        raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
+    return entries[1] if len(entries) > 1 else None
 
 
 def _gone(lease: str) -> LeaseGone:

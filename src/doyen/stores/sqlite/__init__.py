@@ -36,7 +36,7 @@ from doyen.lease.clock import boot_id
 from doyen.model import Entry, Finding, Lease, Version, belongs_to_order
 from doyen.stores.kit.lifecycle import GuardedStore, opened
 from doyen.stores.kit.url import whole_number
-from doyen.stores.port import Capabilities, Context, Creation, StoreURL, Watch
+from doyen.stores.port import Capabilities, Context, Creation, Looked, StoreURL, Watch
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.diagnosis import findings
 from doyen.stores.sqlite.inbox import Inbox
@@ -146,6 +146,15 @@ class SQLiteStore(GuardedStore):
         if not belongs_to_order(key):
             await self._take_part()
         return await self._submit(lambda tables: tables.create(key, value, lease.id))
+
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        await self._take_part()
+        at = None if ticket is None else ticket.key
+        return await self._submit(
+            lambda tables: tables.create_and_look(key, value, lease.id, at, other)
+        )
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)

@@ -39,6 +39,8 @@ T = TypeVar("T")
 _BATCH = 256
 _SAVED_AFTER = 100
 """After how many of its own commits a handle copies the log to the database."""
+_LATER_S = 0.001
+"""How long an operation waits that is to share the transaction of the next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +78,7 @@ class Database:
         self._leases = leases
         self._inbox = inbox
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._later: list[_Operation] = []
         self._first: _Operation | None = None
         """An operation that was taken from the queue, and belongs to the next batch."""
         self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
@@ -96,12 +99,27 @@ class Database:
     ) -> asyncio.Future[T]:
         """Queue an operation. Cancelling the future prevents it only before its transaction
         begins."""
+        self._submit_later_ones()
         answer: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Operation(run, answer, writes, durable))
         return answer
 
+    def submit_later(self, run: Callable[[Transaction], T]) -> asyncio.Future[T]:
+        """Queue an operation that writes together with the next, before it, or in a moment."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+        if not self._later:
+            self._loop.call_later(_LATER_S, self._submit_later_ones)
+        self._later.append(_Operation(run, answer, writes=True, durable=False))
+        return answer
+
+    def _submit_later_ones(self) -> None:
+        later, self._later = self._later, []
+        for operation in later:
+            self._queue.put(operation)
+
     async def close(self) -> None:
         """Execute what is queued, close the connection and end the thread."""
+        self._submit_later_ones()
         if self._thread.ident is not None:
             self._queue.put(None)
             await self._ended

@@ -34,7 +34,7 @@ from typing import Any
 
 from doyen.errors import ConfigError, LeaseGone, TicketGone
 from doyen.model import Entry, Version
-from doyen.stores.port import Creation
+from doyen.stores.port import Creation, Looked
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 
 __all__ = [
@@ -169,6 +169,16 @@ class Transaction:
         revision = self._next()
         return Creation(True, self._insert(key, value, revision, revision, lease, remaining_s))
 
+    def create_and_look(
+        self, key: str, value: bytes, lease: str, ticket: str | None, other: str
+    ) -> Looked:
+        creation = self.create(key, value, lease)
+        try:
+            ahead = None if ticket is None else self.ahead(ticket)
+        except TicketGone as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, self.get(other))
+
     def enqueue(self, line: str, value: bytes, lease: str, rank: int) -> Entry:
         if not -_RANKS < rank < _RANKS:
             raise ConfigError(f"a rank is between {-_RANKS + 1} and {_RANKS - 1}, not {rank}")
@@ -234,11 +244,11 @@ class Transaction:
                 self.touched[tag] = scope
             else:
                 others.setdefault(inbox, set()).add(tag)
-        for tag, scope in (self._reread | self.touched).items():
-            self.owners[tag] = self._owners(scope)
         for inbox, tags in others.items():
             if not send(inbox, tags):
                 self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
+        for tag, scope in (self._reread | self.touched).items():
+            self.owners[tag] = self._owners(scope)
 
     def leases(self) -> set[str]:
         """Every lease that a row is bound to."""

@@ -3,8 +3,9 @@
 Two things change what a watcher sees, and the loop waits for a descriptor for each:
 
 - *A write.* The watches of a handle are rows in the database (scope, inbox, tag). The writer sends
-  the tag to the inbox before it commits. The receiver then queues a `refresh`, which waits for the
-  write lock, and notifies its watchers. What they read is queued after it, and so sees the commit.
+  the tag to the inbox before it commits. The receiver then notifies its watchers, and queues a
+  `refresh`, which waits for the write lock, before the first thing that they read. So they see the
+  commit.
 - *The end of a lease.* Each lease that owns entries in a watched scope has one monitor, which all
   watches share: its FIFO ends with its owner, a timer reports its expiry, and `LocalLeases.judge`
   decides.
@@ -145,7 +146,8 @@ class LocalWatches:
         """Read under the write lock who owns something in these scopes. `again`: the last attempt
         failed, so that watchers may have read before the commit, and are notified once more."""
         if scopes and not self._closed:
-            done = self._database.submit(lambda tables: tables.refresh(scopes, notify=again))
+            # Whoever is notified reads, or creates a record, in the same transaction.
+            done = self._database.submit_later(lambda tables: tables.refresh(scopes, notify=again))
             done.add_done_callback(lambda done: self._refreshed(scopes, done))
 
     def _refreshed(self, scopes: dict[int, str], done: asyncio.Future[None]) -> None:

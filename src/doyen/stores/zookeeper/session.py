@@ -234,9 +234,12 @@ class ZooKeeperSession:
         self._client._call(request, answer)
         return answer.future
 
-    async def transact(self, *requests: Any) -> list[Any]:
-        """Several requests as one: all or none. Raises the answer of the one that failed."""
-        results: list[Any] = await self.send(Transaction(requests))
+    async def transact(self, *requests: Any, then: Callable[[], None] = lambda: None) -> list[Any]:
+        """Several requests as one: all or none. Raises the answer of the one that failed. `then` is
+        called when they have been sent."""
+        answer = self.send(Transaction(requests))
+        then()
+        results: list[Any] = await answer
         for result in results:
             if isinstance(result, Exception) and not isinstance(
                 result, RolledBackError | RuntimeInconsistency

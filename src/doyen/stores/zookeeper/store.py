@@ -22,6 +22,7 @@ Imports the modules beside it, the kit, the port and the model.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,8 +42,9 @@ from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 from doyen._waiting import shared
 from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable, TicketGone
 from doyen.model import Entry, Finding, Lease, Version
+from doyen.stores.kit.batches import Batches, one_by_one
 from doyen.stores.kit.lifecycle import GuardedStore
-from doyen.stores.port import Capabilities, Creation, Watch
+from doyen.stores.port import Capabilities, Creation, Looked, Watch
 from doyen.stores.zookeeper.connection import ZooKeeperAddress
 from doyen.stores.zookeeper.diagnosis import findings, states
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
@@ -60,6 +62,7 @@ _LARGEST = 1_000_000
 _LAST_TICKET = 2**31 - 2**20
 """ZooKeeper numbers tickets with 31 bits, after which numbers repeat."""
 _CLOSED_WITHIN_S = 3.0
+_DELETIONS_IN_FLIGHT, _DELETED_AT_ONCE = 16, 32
 
 
 class _Unchanged(NamedTuple):
@@ -108,6 +111,9 @@ class ZooKeeperStore(GuardedStore):
             on_down=self._watches.went_down,
         )
         self._loop = asyncio.get_running_loop()
+        self._deletions = Batches(
+            self._delete, most=_DELETED_AT_ONCE, in_flight=_DELETIONS_IN_FLIGHT
+        )
         self._reads: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._highest = 0
         """The highest transaction number seen. New transactions must have higher ones."""
@@ -196,6 +202,39 @@ class ZooKeeperStore(GuardedStore):
                     continue
                 return Creation(False, self._entry_of(key, existing))
 
+    async def create_and_look(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked:
+        """The reads follow the creation on the session of the lease, so they need no barrier."""
+        if ticket is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        path, (line, name) = self._layout.leaf(key), _split(ticket.key)
+        _refuse_large(value)
+        session = await self._session_of(lease)
+        requests = (
+            GetChildren(self._layout.line(line), None),
+            GetData(self._layout.leaf(other), None),
+        )
+        reads: list[asyncio.Future[Any]] = []
+        async with session.slots:
+            revision = await self._create(
+                session,
+                path,
+                value,
+                ephemeral=True,
+                then=lambda: reads.extend(map(session.send, requests)),
+            )
+        if revision is None:
+            return await super().create_and_look(key, value, lease, ticket, other)
+        creation = Creation(True, self._entry(key, value, revision, 0, lease.id))
+        try:
+            names, found = [await _or_none(answer) for answer in reads[-2:]]
+            is_next = in_line(names or ())[:1] == [name]
+            ahead = None if is_next else await self.ahead(ticket)
+        except StoreError as error:
+            return Looked(creation, failure=error)
+        return Looked(creation, ahead, None if found is None else self._entry_of(other, found))
+
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         self._require_usable()
         path = self._layout.leaf(key)
@@ -242,7 +281,37 @@ class ZooKeeperStore(GuardedStore):
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         self._require_usable()
-        path = self._layout.leaf(key)
+        return await self._deletions.ask((self._layout.leaf(key), if_version))
+
+    async def _delete(
+        self, deletions: Sequence[tuple[str, Version | None]]
+    ) -> Sequence[bool | BaseException]:
+        """Deletions as one transaction: a leader that resigns deletes its record and its ticket. If
+        one of them is refused, so is the transaction, and each is then tried by itself."""
+        if len(deletions) == 1:
+            return [await self._delete_one(*deletions[0])]
+        requests = [self._deletion(path, version) for path, version in deletions]
+        if len(dict(deletions)) == len(deletions) and all(requests):
+            try:
+                await self._session.transact(*itertools.chain.from_iterable(requests))
+            except (BadVersionError, NoNodeError):
+                pass
+            else:
+                for path, _ in deletions:
+                    self._created.pop(path, None)
+                return [True] * len(deletions)
+        return await one_by_one(self._delete, deletions)
+
+    def _deletion(self, path: str, version: Version | None) -> Sequence[Any]:
+        """The requests for a deletion; none if the entry has to be read first."""
+        if version is None or is_ticket(_split(path)[1]):
+            return [Delete(path, -1)]
+        created = self._created.get(path)
+        if created is None or created[0] != version:
+            return []
+        return [created[1].check, Delete(path, created[1].version)]
+
+    async def _delete_one(self, path: str, if_version: Version | None) -> bool:
         if if_version is None or is_ticket(_split(path)[1]):
             try:
                 await self._session.send(Delete(path, -1))
@@ -316,6 +385,7 @@ class ZooKeeperStore(GuardedStore):
             session.forked()
 
     async def _release(self) -> None:
+        await self._deletions.close()
         self._watches.close()
         sessions = [self._session, *self._leases.values(), *self._foreign.values()]
         await asyncio.wait(
@@ -334,9 +404,16 @@ class ZooKeeperStore(GuardedStore):
         return session
 
     async def _create(
-        self, session: ZooKeeperSession, path: str, value: bytes, *, ephemeral: bool
+        self,
+        session: ZooKeeperSession,
+        path: str,
+        value: bytes,
+        *,
+        ephemeral: bool,
+        then: Callable[[], None] = lambda: None,
     ) -> int | None:
-        """Create an entry's znode; the number of the transaction, or None if the znode exists."""
+        """Create an entry's znode; the number of the transaction, or None if the znode exists.
+        `then` is called when the request has been sent."""
         parent, _ = _split(path)
         while True:
             before = self._highest
@@ -344,6 +421,7 @@ class ZooKeeperStore(GuardedStore):
                 _, written = await session.transact(
                     Create(path, value, self._acl, _EPHEMERAL if ephemeral else 0),
                     SetData(parent, b"", -1),
+                    then=then,
                 )
             except NodeExistsError:
                 return None
@@ -471,6 +549,14 @@ class ZooKeeperStore(GuardedStore):
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = path.rpartition("/")
     return parent, name
+
+
+async def _or_none(answer: asyncio.Future[Any]) -> Any:
+    """The answer to a read, or None if there is no such znode."""
+    try:
+        return await answer
+    except NoNodeError:
+        return None
 
 
 def _refuse_large(value: bytes) -> None:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from doyen.errors import TicketGone
-from doyen.model import line_key
-from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise
+from doyen.errors import LeaseGone, TicketGone
+from doyen.model import leader_key, line_key, order_key
+from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put
 
 
 class LineConformance:
@@ -143,3 +143,64 @@ class LineConformance:
         for racer in range(h.racers):
             own = [value for value in orders[0] if value.startswith(f"{racer}.".encode())]
             assert own == sorted(own)
+
+    @promise
+    async def test_create_and_look_is_three_calls_in_one(self, h: StoreHarness) -> None:
+        """`create_and_look` returns what `create`, `ahead` and `get` return, and raises what
+        `create` raises."""
+        (a, a_lease), (b, b_lease) = [await leased(h) for _ in range(2)]
+        name = h.name()
+        key, order, line = leader_key(name), order_key(name), line_key(name)
+        first = await a.enqueue(line, b"a", a_lease)
+        second = await b.enqueue(line, b"b", b_lease)
+        looked = await b.create_and_look(key, b"b", b_lease, second, order)
+        assert looked.creation.won
+        assert (looked.creation.entry.value, looked.creation.entry.lease) == (b"b", b_lease.id)
+        assert looked.ahead is not None
+        assert (looked.ahead.key, looked.ahead.value, looked.other) == (first.key, b"a", None)
+        await h.shows(a, key, b"b")
+        await put(a, order, b"o")
+        refused = await a.create_and_look(key, b"a", a_lease, first, order)
+        assert not refused.creation.won
+        assert refused.creation.entry.version == looked.creation.entry.version
+        assert refused.ahead is None
+        assert refused.other is not None
+        assert (refused.other.key, refused.other.value) == (order, b"o")
+        await h.shows(b, key, b"b")
+        assert await b.delete(key, if_version=looked.creation.entry.version)
+        assert await a.delete(first.key, if_version=first.version)
+        again = await b.create_and_look(key, b"again", b_lease, second, order)
+        assert again.creation.won
+        assert again.creation.entry.revision > looked.creation.entry.revision
+        assert again.ahead is None
+        assert again.other is not None
+        without = await b.create_and_look(order_key(h.name("f")), b"", b_lease, None, key)
+        assert without.creation.won
+        assert without.ahead is None
+        assert without.other is not None
+        assert without.other.value == b"again"
+        gone = await a.create_and_look(key, b"a", a_lease, first, order)
+        assert isinstance(gone.failure, TicketGone)
+        assert not gone.creation.won
+        await b.revoke(b_lease)
+        with pytest.raises(LeaseGone):
+            await b.create_and_look(key, b"b", b_lease, second, order)
+        await h.shows(a, key, None)
+
+    @promise
+    async def test_entries_deleted_together(self, h: StoreHarness) -> None:
+        """Deletions that a client requests at the same time each have their own outcome."""
+        store, lease = await leased(h)
+        name = h.name()
+        record = (await store.create(leader_key(name), b"r", lease)).entry
+        ticket = await store.enqueue(line_key(name), b"t", lease)
+        other = await store.enqueue(line_key(name), b"o", lease)
+        absent = record._replace(key=leader_key(h.name("f")))
+        asked = (record, ticket, absent, other, record)
+        deleted = await asyncio.gather(
+            *(store.delete(each.key, if_version=each.version) for each in asked)
+        )
+        assert deleted[1:4] == [True, False, True]
+        assert {deleted[0], deleted[4]} == {True, False}
+        await h.shows(store, record.key, None)
+        assert not await store.list(line_key(name))
