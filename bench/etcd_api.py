@@ -23,7 +23,8 @@ from hpack import Encoder
 
 from bench.figures import Figure, spread
 from bench.outages import etcd_cluster, p99
-from doyen.quorum.etcd_api import http2, rpc
+from doyen.quorum.etcd_api import http2_frames as http2
+from doyen.quorum.etcd_api import rpc
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import servers

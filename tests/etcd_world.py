@@ -14,13 +14,17 @@ compares every result on every node with it. Besides, `EtcdChecker` checks what 
   cancelled only if what it wants has been compacted, and with that revision;
 - a lease does not expire before its ttl has passed since the last confirmed renewal was sent, and
   nobody is told that a lease has ended that has not;
-- after all faults have ended, the watches catch up.
+- a candidate that was told that it leads is the first in the line until it resigns or its lease
+  ends, whatever becomes of calls that it has given up before;
+- after all faults have ended, the watches catch up, and a candidate is elected.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -41,6 +45,8 @@ from doyen.quorum.node.driver import Driver
 from etcd_oracle import EtcdOracle, select
 
 CLIENTS = 3
+CANDIDATES = 3
+ELECTION = b"k/e"
 KEYS = [b"k/%d" % number for number in range(4)]
 TTL = 3
 ANSWER_S = 2.0
@@ -174,6 +180,8 @@ class EtcdChecker:
         """The latest revision that was acknowledged or read."""
         self.answers = self.told = self.cancelled = 0
         self.resumed = 0
+        self.elected = 0
+        self.elected_at = -inf
 
     def fail(self, text: str) -> None:
         self._world.fail("etcd", text)
@@ -217,9 +225,27 @@ class EtcdChecker:
         elif lease in self._reference.ids:
             self.fail(f"a client was told that lease {lease} has ended, but it has not")
 
+    def leads(self, lease: int, leader: Any) -> None:
+        """A candidate was told that it leads, and has not resigned."""
+        line = {
+            key: record.create
+            for key, record in self.oracle.now.items()
+            if key.startswith(ELECTION + b"/")
+        }
+        if lease in self._reference.ids and (
+            line.get(leader.key) != leader.rev or min(line.values()) != leader.rev
+        ):
+            self.fail(f"{leader.key!r} of revision {leader.rev} does not lead: {line}")
+        self.elected_at = self._world.loop.time()
+
     def check_once(self) -> None:
-        """Every value is written once, since each request has another."""
-        values = [record.value for record, _ in self.oracle.events if record.version]
+        """Every value is written once, since each request has another. Candidates put theirs again
+        when they are elected."""
+        values = [
+            record.value
+            for record, _ in self.oracle.events
+            if record.version and not record.key.startswith(ELECTION)
+        ]
         if len(values) != len({*values}):
             self.fail("a write was carried out twice")
 
@@ -251,7 +277,7 @@ class EtcdUser:
             raise NoAnswer
         return self._rng.choice(serving)
 
-    async def _call(self, ask: Callable[[EtcdApi], Awaitable[Any]]) -> Any:
+    def _start(self, ask: Callable[[EtcdApi], Awaitable[Any]]) -> asyncio.Task[Any]:
         node = self._node()
         assert node.process is not None
         api = node.api
@@ -260,10 +286,16 @@ class EtcdUser:
         async def work() -> Any:
             return await ask(api)
 
-        task = node.process.start(work())
+        return node.process.start(work())
+
+    async def _call(self, ask: Callable[[EtcdApi], Awaitable[Any]]) -> Any:
+        task = self._start(ask)
         await asyncio.wait({task}, timeout=ANSWER_S)
         if not task.done():
             raise NoAnswer
+        return self._result(task)
+
+    def _result(self, task: asyncio.Task[Any]) -> Any:
         try:
             return task.result()
         except EtcdError as error:
@@ -292,7 +324,7 @@ class EtcdUser:
         lease = self._lease if self._rng.random() < 0.4 else 0
         request = rpc.PUT.request(key=key, value=value, lease=lease)
         try:
-            done = await self._call(lambda api: api.put(request))
+            done = await self._call(lambda api: api.unary[rpc.PUT](request))
         except EtcdError as error:
             self._gone(lease, error)
         else:
@@ -308,7 +340,7 @@ class EtcdUser:
         key, end = self._rng.choice([*((key, b"") for key in KEYS), (b"k/", b"k0")])
         request = rpc.RANGE.request(key=key, range_end=end)
         floor = self._checker.floor
-        found = await self._call(lambda api: api.range(request))
+        found = await self._call(lambda api: api.unary[rpc.RANGE](request))
         self._checker.read(key, end, found, floor)
 
     async def _txn(self) -> None:
@@ -321,7 +353,7 @@ class EtcdUser:
             success=[{"request_put": {"key": key, "value": value}}],
             failure=[{"request_range": {"key": key}}],
         )
-        done = await self._call(lambda api: api.txn(request))
+        done = await self._call(lambda api: api.unary[rpc.TXN](request))
         if done.succeeded:
             self._checker.written(key, value, done.header.revision, floor)
         else:
@@ -330,7 +362,7 @@ class EtcdUser:
     async def _delete(self) -> None:
         request = rpc.DELETE_RANGE.request(key=self._rng.choice(KEYS), prev_kv=True)
         floor = self._checker.floor
-        done = await self._call(lambda api: api.delete_range(request))
+        done = await self._call(lambda api: api.unary[rpc.DELETE_RANGE](request))
         self._checker.check_revision(done.header.revision, floor, "a deletion")
 
     async def _compact(self) -> None:
@@ -348,7 +380,7 @@ class EtcdUser:
             self._leases += 1
             lease = 1000 * self._number + self._leases
             request = rpc.GRANT.request(TTL=TTL, ID=lease)
-            await self._call(lambda api: api.grant(request))
+            await self._call(lambda api: api.unary[rpc.GRANT](request))
             self._lease = lease
             self._checker.kept(lease, TTL, sent)
             return
@@ -361,9 +393,13 @@ class EtcdUser:
             except EtcdError as error:
                 self._gone(lease, error)
             return
-        ttl = await self._call(lambda api: api.renew(lease))
+        await self._renew(lease)
+
+    async def _renew(self, lease: int) -> None:
+        sent = self._world.loop.time()
+        ttl = await self._call(lambda api: api.leases.renew(lease))
         self._checker.kept(lease, ttl, sent)
-        if not ttl:
+        if not ttl and lease == self._lease:
             self._lease = 0
 
     async def watch(self) -> None:
@@ -436,8 +472,63 @@ class EtcdUser:
                 wanted = oracle.events[self.position : self.position + 1]
 
 
+class EtcdCandidate(EtcdUser):
+    """A client that stands in an election, leads for a while and resigns. When it is not answered,
+    it goes on at another node, or no longer wants to lead. The node that it has left notices that
+    later."""
+
+    async def work(self) -> None:
+        while True:
+            await asyncio.sleep(self._rng.expovariate(5))
+            try:
+                if self._lease:
+                    await self._stand(self._lease)
+                else:
+                    await self._keep()
+            except NoAnswer:
+                pass
+            except EtcdError as error:
+                if error.code is not Code.NOT_FOUND:
+                    raise
+
+    async def keep(self) -> None:
+        while True:
+            await asyncio.sleep(TTL / 4)
+            if self._lease:
+                with suppress(NoAnswer):
+                    await self._renew(self._lease)
+
+    async def _stand(self, lease: int) -> None:
+        while self._lease == lease:
+            request = rpc.CAMPAIGN.request(name=ELECTION, lease=lease, value=self._value())
+            call = self._start(partial(_campaign, request))
+            await asyncio.wait({call}, timeout=self._rng.expovariate(1))
+            if call.done():
+                await self._lead(lease, self._result(call).leader)
+                return
+            self._world.loop.call_later(self._rng.expovariate(2), call.cancel)
+            if self._rng.random() < 0.3:
+                return
+
+    async def _lead(self, lease: int, leader: Any) -> None:
+        self._checker.elected += 1
+        self._checker.leads(lease, leader)
+        await asyncio.sleep(self._rng.expovariate(3))
+        self._checker.leads(lease, leader)
+        resign = rpc.RESIGN.request(leader=leader)
+        while True:
+            with suppress(NoAnswer):
+                await self._call(lambda api: api.unary[rpc.RESIGN](resign))
+                return
+            await asyncio.sleep(POLL_S)
+
+
+async def _campaign(request: Any, api: EtcdApi) -> Any:
+    return await api.unary[rpc.CAMPAIGN](request)
+
+
 class EtcdRecovery(QuorumRecoveryChecker):
-    """The watches have to catch up as well."""
+    """The watches have to catch up as well, and the election has to go on."""
 
     def missing(self) -> str | None:
         world = self._world
@@ -447,6 +538,8 @@ class EtcdRecovery(QuorumRecoveryChecker):
             user.position < len(world.etcd.oracle.events) - 10 for user in world.users
         ):
             return "a watch has not been told of what happened"
+        if found is None and world.etcd.elected_at <= world.measurements.healed_at:
+            return "no candidate of etcd's API was elected"
         return found
 
 
@@ -460,6 +553,9 @@ class EtcdWorld(QuorumWorld):
         reference = EtcdReference.extend(self.log.reference.keyspace, self)
         self.etcd = EtcdChecker(self, reference)
         self.users = [EtcdUser(self, number) for number in range(1, CLIENTS + 1)]
+        self.candidates = [
+            EtcdCandidate(self, CLIENTS + number) for number in range(1, CANDIDATES + 1)
+        ]
         self._tasks: list[asyncio.Task[None]] = []
 
     def nodes(self) -> list[EtcdNode]:
@@ -475,6 +571,8 @@ class EtcdWorld(QuorumWorld):
     async def _run_faults(self) -> None:
         for user in self.users:
             self._tasks += [self.create_task(user.work()), self.create_task(user.watch())]
+        for each in self.candidates:
+            self._tasks += [self.create_task(each.work()), self.create_task(each.keep())]
         await super()._run_faults()
 
     def _check_end(self) -> None:

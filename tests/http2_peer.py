@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpack import Decoder, Encoder
 
-from doyen.quorum.etcd_api import http2, rpc
+from doyen.quorum.etcd_api import http2_frames, rpc
 from doyen.quorum.etcd_api.errors import Code, EtcdError
 from doyen.quorum.etcd_api.grpc_server import GrpcServer
-from doyen.quorum.etcd_api.http2 import (
+from doyen.quorum.etcd_api.http2_frames import (
     ACK,
     DATA,
     END_HEADERS,
@@ -37,6 +37,7 @@ from doyen.quorum.etcd_api.http2 import (
     settings,
 )
 
+NUMBER = struct.Struct(">L").pack
 TURNS = 12
 """Turns of the loop after which the server has done what it can."""
 
@@ -129,6 +130,9 @@ def message(data: bytes, flag: int = 0) -> bytes:
 
 def put(value: bytes = b"", key: bytes = b"k") -> bytes:
     return message(rpc.PUT.request(key=key, value=value).SerializeToString())
+
+
+HOLD = message(rpc.LOCK.request(name=b"l").SerializeToString())
 
 
 class Peer:
@@ -229,7 +233,7 @@ class Peer:
             size = int.from_bytes(data[at : at + 3])
             kind, flags = data[at + 3], data[at + 4]
             number = int.from_bytes(data[at + 5 : at + 9])
-            assert size <= http2.MAX_FRAME, "no frame is larger than every peer takes"
+            assert size <= http2_frames.MAX_FRAME, "no frame is larger than every peer takes"
             if at + 9 + size > len(data):
                 break
             assert self.goaway is None, "GOAWAY is the last frame"
@@ -338,3 +342,33 @@ class Handlers:
         request = await anext(aiter(requests))
         for _ in range(3):
             yield rpc.LEADER.response(kv={"key": request.name})
+
+
+def renew(number: int) -> bytes:
+    return message(rpc.KEEP_ALIVE.request(ID=number).SerializeToString())
+
+
+def run(work: Callable[[Handlers], Coroutine[Any, Any, None]]) -> None:
+    """Run a test, after which no call may be left."""
+    failures: list[Any] = []
+
+    async def whole() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(context))
+        handlers = Handlers()
+        async with asyncio.timeout(60):
+            await work(handlers)
+            await handlers.server.close()
+            await asyncio.sleep(0)
+        assert not handlers.running
+        assert not handlers.server.tasks
+
+    asyncio.run(whole())
+    assert not failures, failures
+
+
+def values(peer: Peer, number: int) -> list[bytes]:
+    """What a Put was answered."""
+    return [
+        rpc.PUT.response.FromString(each).prev_kv.value for each in peer.answers[number].messages
+    ]

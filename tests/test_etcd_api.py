@@ -252,7 +252,7 @@ def test_the_json_gateway(tmp_path: Path) -> None:
             await asyncio.wait_for(reader.readuntil(b'"events":'), PATIENCE_S)
             writer.close()
             door = quorum.doors["n1"]
-            while door.api._streams:  # noqa: ASYNC110 - the watch ends with its connection
+            while door.api.watches.streams:  # noqa: ASYNC110 - the watch ends with its connection
                 await asyncio.sleep(POLL_S)
 
     run(trial())
@@ -264,8 +264,8 @@ def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> 
 
     async def trial() -> None:
         async with doors(tmp_path) as quorum, EtcdClient(quorum.addresses[0]) as client:
-            api = quorum.doors["n1"].api
-            api._election_s = POLL_S
+            watches = quorum.doors["n1"].api.watches
+            watches._election_s = POLL_S
             first = (await client.call(rpc.GRANT, TTL=600)).ID
             second = (await client.call(rpc.GRANT, TTL=600)).ID
             await client.call(rpc.CAMPAIGN, name=b"e", lease=first)
@@ -274,7 +274,7 @@ def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> 
             line = {"key": b"e/", "range_end": b"e0", "count_only": True}
             while (await client.call(rpc.RANGE, **line)).count < 2:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
-            api._leader_is(None)
+            watches.leader_is(None)
             code, text = await waiting
             assert (code, "no leader" in text) == ("UNAVAILABLE", True)
             assert text != "etcdserver: no leader"
@@ -282,7 +282,7 @@ def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> 
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await read(stream)
                 assert (caught.value.code().name, caught.value.details()) == (code, text)
-            api._leader_is("n1")
+            watches.leader_is("n1")
             told = await watch(client, key=b"k")
             # The candidate has its place in the line, and goes on at any node.
             waiting = asyncio.create_task(client.outcome(rpc.CAMPAIGN, name=b"e", lease=second))

@@ -185,7 +185,7 @@ def trial(folder: Path, seed: int, count: int) -> None:
         async with asyncio.timeout(240), doors(folder) as quorum:
             fuzz = Fuzz(seed, quorum)
             await fuzz.run(count)
-            assert not quorum.doors["n1"].api._streams, "streams end with their connections"
+            assert not quorum.doors["n1"].api.watches.streams, "streams end with their connections"
             print(fuzz.codes)
 
     asyncio.run(whole())

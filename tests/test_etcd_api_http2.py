@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,10 @@ from hpack import Decoder, Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doyen.quorum.etcd_api import http2, rpc
+from doyen.quorum.etcd_api import http2_frames, rpc
 from doyen.quorum.etcd_api.grpc_server import MAX_REQUEST
-from doyen.quorum.etcd_api.http2 import (
+from doyen.quorum.etcd_api.http2 import Http2Connection
+from doyen.quorum.etcd_api.http2_frames import (
     ACK,
     CONTINUATION,
     DATA,
@@ -24,8 +25,6 @@ from doyen.quorum.etcd_api.http2 import (
     END_STREAM,
     GOAWAY,
     HEADERS,
-    HIGH_WATER,
-    LARGE_BYTES,
     MAX_WINDOW,
     PADDED,
     PING,
@@ -36,46 +35,15 @@ from doyen.quorum.etcd_api.http2 import (
     SETTINGS,
     WINDOW,
     WINDOW_UPDATE,
+    HeaderBlocks,
     Http2Code,
-    Http2Connection,
-    Stream,
     frame,
 )
-from http2_peer import Handlers, Peer, message, put
+from doyen.quorum.etcd_api.http2_output import HIGH_WATER, Output
+from doyen.quorum.etcd_api.http2_streams import LARGE_BYTES, Stream
+from http2_peer import HOLD, NUMBER, Handlers, Peer, message, put, renew, run, values
 
-NUMBER = struct.Struct(">L").pack
-HOLD = message(rpc.LOCK.request(name=b"l").SerializeToString())
 WATCH = message(b"")
-
-
-def renew(number: int) -> bytes:
-    return message(rpc.KEEP_ALIVE.request(ID=number).SerializeToString())
-
-
-def run(work: Callable[[Handlers], Coroutine[Any, Any, None]]) -> None:
-    """Run a test, after which no call may be left."""
-    failures: list[Any] = []
-
-    async def whole() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: failures.append(context))
-        handlers = Handlers()
-        async with asyncio.timeout(60):
-            await work(handlers)
-            await handlers.server.close()
-            await asyncio.sleep(0)
-        assert not handlers.running
-        assert not handlers.server.tasks
-
-    asyncio.run(whole())
-    assert not failures, failures
-
-
-def values(peer: Peer, number: int) -> list[bytes]:
-    """What a Put was answered."""
-    return [
-        rpc.PUT.response.FromString(each).prev_kv.value for each in peer.answers[number].messages
-    ]
 
 
 def test_calls_and_their_errors() -> None:
@@ -88,7 +56,6 @@ def test_calls_and_their_errors() -> None:
         flawed = peer.call(rpc.PUT, message(b"\xff\xff"))
         large = peer.open(rpc.PUT)
         peer.data(large, struct.pack(">BL", 0, MAX_REQUEST + 1))
-        zipped = peer.call(rpc.PUT, message(b"x", 1), grpc_encoding="gzip")
         flagged = peer.call(rpc.PUT, message(b"x", 1))
         twice = peer.call(rpc.PUT, put() + put())
         empty = peer.open(rpc.PUT, end=True)
@@ -107,12 +74,10 @@ def test_calls_and_their_errors() -> None:
         assert answers[nobody].text == "unknown service a.B"
         assert (answers[large].status, answers[large].reset) == (8, Http2Code.NO_ERROR)
         assert answers[large].text.startswith("SERVER: Received message larger than max")
-        assert answers[zipped].headers[-1]["grpc-accept-encoding"] == "identity"
         codes = {
             unknown: 12,
             nobody: 12,
             flawed: 13,
-            zipped: 12,
             flagged: 13,
             twice: 13,
             empty: 13,
@@ -222,15 +187,15 @@ FAULTS: dict[str, tuple[bytes, Http2Code]] = {
     ),
     "window of the wrong size": (frame(WINDOW_UPDATE, 0, 0, b"x"), Http2Code.FRAME_SIZE_ERROR),
     "initial window beyond the most": (
-        frame(SETTINGS, 0, 0, http2.settings({http2.INITIAL_WINDOW: 1 << 31})),
+        frame(SETTINGS, 0, 0, http2_frames.settings({http2_frames.INITIAL_WINDOW: 1 << 31})),
         Http2Code.FLOW_CONTROL_ERROR,
     ),
     "frame size out of range": (
-        frame(SETTINGS, 0, 0, http2.settings({http2.FRAME_SIZE: 1})),
+        frame(SETTINGS, 0, 0, http2_frames.settings({http2_frames.FRAME_SIZE: 1})),
         Http2Code.PROTOCOL_ERROR,
     ),
     "push neither on nor off": (
-        frame(SETTINGS, 0, 0, http2.settings({http2.ENABLE_PUSH: 2})),
+        frame(SETTINGS, 0, 0, http2_frames.settings({http2_frames.ENABLE_PUSH: 2})),
         Http2Code.PROTOCOL_ERROR,
     ),
     "settings of the wrong size": (frame(SETTINGS, 0, 0, b"x"), Http2Code.FRAME_SIZE_ERROR),
@@ -281,11 +246,11 @@ def test_faults_end_the_connection(name: str) -> None:
 
     async def trial(handlers: Handlers) -> None:
         peer = Peer(handlers.server)
-        peer.connection._restored_at += 3600  # patience is not restored meanwhile
+        peer.connection._patience._restored_at += 3600  # patience is not restored meanwhile
         peer.call(rpc.LOCK, HOLD)
         await peer.settle()
         if name == "more data than the window":
-            peer.connection._inbound = 100
+            peer.connection.windows._left = 100
         peer.feed(data)
         await peer.settle()
         assert peer.goaway is code
@@ -303,8 +268,7 @@ def test_the_first_frames() -> None:
             await peer.settle()
             assert peer.goaway is Http2Code.PROTOCOL_ERROR
         silent = Peer(handlers.server, greet=False)
-        timer = silent.connection._timer
-        assert timer is not None
+        timer = silent.connection._life._timer
         timer._callback(*timer._args)  # type: ignore[attr-defined]  # after FIRST_S
         await silent.settle()
         assert silent.lost
@@ -360,40 +324,10 @@ def test_faults_that_end_one_stream() -> None:
     run(trial)
 
 
-def test_too_many_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "MAX_STREAMS", 3)
-
-    async def trial(handlers: Handlers) -> None:
-        peer = Peer(handlers.server)
-        calls = [peer.call(rpc.LOCK, HOLD) for _ in range(4)]
-        await peer.settle()
-        resets = [peer.answers[each].reset for each in calls]
-        assert resets == [None, None, None, Http2Code.REFUSED_STREAM]
-
-    run(trial)
-
-
-def test_rapid_resets_end_the_connection() -> None:
-    async def trial(handlers: Handlers) -> None:
-        peer = Peer(handlers.server)
-        peer.connection._restored_at += 3600
-        for count in range(11_000):
-            number, head = peer.opened(rpc.WATCH)
-            peer.feed(head + frame(RST_STREAM, 0, number, NUMBER(8)))
-            if count % 100 == 0:
-                await asyncio.sleep(0)
-            if peer.transport.gone:
-                break
-        await peer.settle()
-        assert peer.goaway is Http2Code.ENHANCE_YOUR_CALM
-
-    run(trial)
-
-
 def session(peer: Peer) -> tuple[bytes, list[int]]:
     """The bytes of several calls, in which everything occurs that a client may send."""
     streams: list[int] = []
-    parts = [PREFACE, frame(SETTINGS, 0, 0, http2.settings({3: 100, 1: 0}))]
+    parts = [PREFACE, frame(SETTINGS, 0, 0, http2_frames.settings({3: 100, 1: 0}))]
 
     def opened(method: Any) -> int:
         number, head = peer.opened(method)
@@ -510,7 +444,7 @@ def test_a_peer_that_does_not_read_takes_no_memory() -> None:
         await peer.settle(300)
         assert peer.transport.most_waiting < 2.2 * HIGH_WATER
         assert handlers.sent < 3 * HIGH_WATER
-        assert peer.connection._queued < HIGH_WATER
+        assert peer.connection._output._queued < HIGH_WATER
         before = handlers.sent
         await peer.settle(100)
         assert handlers.sent == before, "nobody makes responses for it"
@@ -527,7 +461,7 @@ def test_a_peer_that_does_not_read_takes_no_memory() -> None:
         await peer.settle(100)
         for _ in range(100):
             peer.feed(frame(PING, 0, 0, bytes(8)) * 1000)
-            peer.connection._patience = 1e6
+            peer.connection._patience.left = 1e6
             await asyncio.sleep(0)
         assert peer.transport.most_waiting < 3 * HIGH_WATER
         assert peer.lost
@@ -549,7 +483,8 @@ def test_large_messages_are_admitted_in_turn() -> None:
             moved = False
             for number, at in calls.items():
                 peer.parse()
-                room = min(peer.allowed[number], peer.allowed[0], http2.MAX_FRAME, len(data) - at)
+                allowed = min(peer.allowed[number], peer.allowed[0])
+                room = min(allowed, http2_frames.MAX_FRAME, len(data) - at)
                 if room <= 0:
                     continue
                 moved = True
@@ -567,7 +502,7 @@ def test_large_messages_are_admitted_in_turn() -> None:
         await peer.settle()
         assert [peer.answers[each].status for each in calls] == [5] * 20
         assert most <= LARGE_BYTES + 20 * WINDOW
-        assert peer.connection._granted == 0
+        assert peer.connection.windows._granted == 0
         # The requests of a stream are taken as its handler asks for them.
         stream = peer.open(rpc.KEEP_ALIVE)
         sent = 0
@@ -626,7 +561,7 @@ class Adversary:
 
     def _send_some(self, number: int) -> None:
         data = self.unsent.pop(number)
-        some = self.rng.randrange(1, min(len(data), http2.MAX_FRAME) + 1)
+        some = self.rng.randrange(1, min(len(data), http2_frames.MAX_FRAME) + 1)
         rest = data[some:]
         if rest:
             self.unsent[number] = rest
@@ -660,7 +595,7 @@ class Adversary:
             assert peer.answers[number].status == 0, number
             assert values(peer, number) == [value]
         assert not peer.connection.streams
-        assert not peer.connection._ready
+        assert not peer.connection._output._ready
 
 
 def explore(seeds: range, steps: int = 80) -> None:
@@ -696,26 +631,24 @@ def ignores_streams(patch: pytest.MonkeyPatch) -> None:
 
 def ignores_the_connection(patch: pytest.MonkeyPatch) -> None:
     """The window of the connection is renewed by any stream's."""
-    widen = Http2Connection._widen
+    widen = Output.widen
 
-    def both(self: Http2Connection, stream: Stream, more: int) -> None:
-        self._outbound += max(more, 0)
+    def both(self: Output, stream: Stream, more: int) -> None:
+        self._window += max(more, 0)
         widen(self, stream, more)
 
-    patch.setattr(Http2Connection, "_widen", both)
+    patch.setattr(Output, "widen", both)
 
 
 def never_narrower(patch: pytest.MonkeyPatch) -> None:
     """A smaller initial window does not concern open streams."""
-    widen = Http2Connection._widen
-    patch.setattr(
-        Http2Connection, "_widen", lambda self, stream, more: widen(self, stream, max(more, 0))
-    )
+    widen = Output.widen
+    patch.setattr(Output, "widen", lambda self, stream, more: widen(self, stream, max(more, 0)))
 
 
 def forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
     """A wider window of the connection wakes nobody."""
-    patch.setattr(Http2Connection, "_pump", lambda self: None)
+    patch.setattr(Output, "_pump", lambda self: None)
 
 
 MUTANTS = [
@@ -740,8 +673,8 @@ def decode_headers(seed: int) -> None:
 
     async def trial(handlers: Handlers) -> None:
         rng = random.Random(seed)
-        connection = Http2Connection(tuple, lambda *_: pytest.fail("a stream"), lambda _: None)
-        encoder, plain = Encoder(), Decoder(max_header_list_size=http2.MAX_HEADERS)
+        blocks = HeaderBlocks(tuple)
+        encoder, plain = Encoder(), Decoder(max_header_list_size=http2_frames.MAX_HEADERS)
         for _ in range(300):
             if rng.random() < 0.05:
                 encoder.header_table_size = rng.choice([0, 100, 4096])
@@ -750,9 +683,9 @@ def decode_headers(seed: int) -> None:
             ]
             block = encoder.encode(headers, huffman=rng.random() < 0.5)
             expected = tuple(plain.decode(block, raw=True))
-            assert connection._decoded(block) == expected
+            assert blocks.decoded(block) == expected
             if rng.random() < 0.3:
-                assert connection._decoded(b"\x82") == ((b":method", b"GET"),)
+                assert blocks.decoded(b"\x82") == ((b":method", b"GET"),)
 
     run(trial)
 
@@ -762,15 +695,15 @@ def test_header_blocks_are_remembered_only_while_they_mean_the_same(
 ) -> None:
     for seed in range(5):
         decode_headers(seed)
-    decoded = Http2Connection._decoded
+    decoded = HeaderBlocks.decoded
     known: dict[bytes, Any] = {}
 
-    def stale(self: Http2Connection, block: bytes) -> Any:
+    def stale(self: HeaderBlocks, block: bytes) -> Any:
         known[block] = known.get(block) or decoded(self, block)
         return known[block]
 
-    monkeypatch.setattr(Http2Connection, "_decoded", stale)
-    with pytest.raises((AssertionError, http2.ConnectionFault)):
+    monkeypatch.setattr(HeaderBlocks, "decoded", stale)
+    with pytest.raises((AssertionError, http2_frames.ConnectionFault)):
         decode_headers(0)
 
 
@@ -779,13 +712,13 @@ def test_a_silent_client_is_pinged_and_then_left() -> None:
         peer = Peer(handlers.server)
         for answers in (True, False):
             await peer.settle()
-            peer.connection._check_life()  # after KEEPALIVE_S without a frame
+            peer.connection._life.check()  # after KEEPALIVE_S without a frame
             await peer.settle()
             assert peer.pings == 1
             peer.pings = 0
             if answers:
                 peer.feed(frame(PING, ACK, 0, bytes(8)))
-            peer.connection._give_up()  # after ANSWER_S
+            peer.connection._life._give_up()  # after ANSWER_S
             await peer.settle()
             assert peer.lost == ([] if answers else [True])
 

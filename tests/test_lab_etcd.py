@@ -10,7 +10,10 @@ import pytest
 
 from doyen.lab.outcome import RunOutcome
 from doyen.lab.quorum_plan import draw
-from doyen.quorum.etcd_api.service import EtcdApi
+from doyen.quorum.etcd_api import elections
+from doyen.quorum.etcd_api.elections import Elections
+from doyen.quorum.etcd_api.replica import Replica
+from doyen.quorum.etcd_api.service import LeaseService
 from doyen.quorum.etcd_api.watches import WatchHub, WatchStream
 from doyen.quorum.keyspace.etcd_requests import DeleteKeys
 from doyen.quorum.keyspace.etcd_state import EtcdKeyspace
@@ -35,6 +38,7 @@ def test_nothing_breaks() -> None:
         assert world.etcd.answers > 50
         assert world.etcd.told > 50
         assert world.etcd.renewed
+        assert world.etcd.elected > 5
 
 
 @pytest.mark.chaos
@@ -52,10 +56,10 @@ def test_nothing_breaks_with_more_seeds() -> None:
 def stale_reads(patch: pytest.MonkeyPatch) -> None:
     """Reads do not wait until the node shows what was acknowledged."""
 
-    async def current(self: EtcdApi) -> None:
-        self._check_version()
+    async def current(self: Replica) -> None:
+        self.check_version()
 
-    patch.setattr(EtcdApi, "current", current)
+    patch.setattr(Replica, "current", current)
 
 
 def told_twice(patch: pytest.MonkeyPatch) -> None:
@@ -148,11 +152,11 @@ def empty_deletions_count(patch: pytest.MonkeyPatch) -> None:
 def renewals_unasked(patch: pytest.MonkeyPatch) -> None:
     """A node confirms renewals without asking the leader."""
 
-    async def renew(self: EtcdApi, lease: int) -> int:
+    async def renew(self: LeaseService, lease: int) -> int:
         number = await self._number(lease)
         return 0 if number is None else int(self._keyspace.lease(number) or 0)
 
-    patch.setattr(EtcdApi, "renew", renew)
+    patch.setattr(LeaseService, "renew", renew)
 
 
 def proposed_again(patch: pytest.MonkeyPatch) -> None:
@@ -170,18 +174,47 @@ def proposed_again(patch: pytest.MonkeyPatch) -> None:
 
 def revision_of_the_node(patch: pytest.MonkeyPatch) -> None:
     """The response to a write has the revision that this node has applied."""
-    header = EtcdApi.header
-    patch.setattr(EtcdApi, "header", lambda self, revision=0: header(self))
+    header = Replica.header
+    patch.setattr(Replica, "header", lambda self, revision=0: header(self))
 
 
 def renewed_after_its_end(patch: pytest.MonkeyPatch) -> None:
     """A lease that has ended is reported as renewed if this node still knows it."""
-    renew = EtcdApi.renew
+    renew = LeaseService.renew
 
-    async def hopeful(self: EtcdApi, lease: int) -> int:
+    async def hopeful(self: LeaseService, lease: int) -> int:
         return await renew(self, lease) or 3
 
-    patch.setattr(EtcdApi, "renew", hopeful)
+    patch.setattr(LeaseService, "renew", hopeful)
+
+
+def withdrawn_by_creation(patch: pytest.MonkeyPatch) -> None:
+    """A call that its client has given up withdraws a key with which the client was elected."""
+
+    def unchanged(record: Any) -> Any:
+        return elections._created(record.key, record.create)
+
+    patch.setattr(elections, "_unchanged", unchanged)
+
+
+def elected_without_a_write(patch: pytest.MonkeyPatch) -> None:
+    """A candidate is told that it leads, and its key can still be withdrawn by an earlier call."""
+    join, turn = Elections._join, Elections._turn
+
+    async def joined(self: Elections, *arguments: Any) -> Any:
+        return (await join(self, *arguments))._replace(created=True)
+
+    async def waited(self: Elections, *arguments: Any) -> bool:
+        await turn(self, *arguments)
+        return False
+
+    patch.setattr(Elections, "_join", joined)
+    patch.setattr(Elections, "_turn", waited)
+
+
+def nobody_is_ahead(patch: pytest.MonkeyPatch) -> None:
+    """A candidate does not wait for its turn."""
+    patch.setattr(Elections, "_ahead", lambda *_: None)
 
 
 MUTANTS: list[Mutant] = [
@@ -197,6 +230,9 @@ MUTANTS: list[Mutant] = [
     proposed_again,
     revision_of_the_node,
     renewed_after_its_end,
+    withdrawn_by_creation,
+    elected_without_a_write,
+    nobody_is_ahead,
 ]
 
 

@@ -1,7 +1,8 @@
 """etcd's v3 API on a node of a quorum, for clients of etcd.
 
     service       what the methods do (with `watches`, `elections`, `messages`, `errors`)
-    grpc_server   the methods over gRPC, on HTTP/2 (`http2`)
+    replica       the etcd keyspace as this node shows it
+    grpc_server   the methods over gRPC, on HTTP/2 (`http2` and its parts)
     gateway       the same as JSON over HTTP/1.1
     door          the port, where both arrive
     rpc           etcd's messages

@@ -8,13 +8,13 @@ doyen, so where the cluster has secrets, they are admitted with a client certifi
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Coroutine
 from typing import Any, Final
 
 from doyen.errors import ConfigError, StoreUnusable
-from doyen.quorum.etcd_api.elections import Elections
 from doyen.quorum.etcd_api.gateway import Gateway
-from doyen.quorum.etcd_api.grpc_server import make_server
+from doyen.quorum.etcd_api.grpc_server import GrpcServer
 from doyen.quorum.etcd_api.service import EtcdApi
 from doyen.quorum.node.server import NodeOptions, NodeServer
 from doyen.quorum.protocol.security import (
@@ -30,6 +30,9 @@ READ: Final = 1 << 18
 FIRST_S: Final = 10.0
 """How long a client may take to send its first bytes."""
 MAX_CONNECTIONS: Final = 10_000
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 9}
+"""The system ends the connection of a client whose machine has gone. Otherwise a watch of the
+gateway would last until something is to be told. These are the values of Go, and so of etcd."""
 EVERY_ADDRESS: Final = ("", "0.0.0.0", "::")
 
 
@@ -54,8 +57,9 @@ class EtcdDoor:
         self.port: int = listening.sockets[0].getsockname()[1]
         self._listening = listening
         self._gateway = Gateway(api.unary, api.streaming)
-        self._server = make_server(api.unary, api.streaming | api.encoded)
+        self._server = GrpcServer(api.unary, api.streaming | api.encoded)
         self._connections: set[_Connection] = set()
+        self.closed = False
 
     @classmethod
     async def open(
@@ -89,7 +93,6 @@ class EtcdDoor:
             election_s=options.election_s,
             url=url or _url(options, host, port),
         )
-        Elections(api)
         door = cls(listening, api)
         doors.append(door)
         try:
@@ -101,6 +104,7 @@ class EtcdDoor:
 
     async def close(self) -> None:
         """End all connections."""
+        self.closed = True
         self._listening.close()
         self.api.close()
         await self._server.close()
@@ -163,12 +167,15 @@ class _Connection(asyncio.Protocol):
         if onlooker or not self._door.admit(self):
             self._transport.abort()
             return
+        _keep_alive(transport.get_extra_info("socket"))
         self._timer = asyncio.get_running_loop().call_later(FIRST_S, self.close)
 
     def data_received(self, data: bytes) -> None:
         first = self.first = self.first + data
+        if self._door.closed or self.task is not None:
+            return
         # The first line of any HTTP request is longer than this.
-        if self.task is not None or (len(first) < len(START) and START.startswith(first)):
+        if len(first) < len(START) and START.startswith(first):
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -205,6 +212,13 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
         self._transport.abort()
         self._door.left(self)
+
+
+def _keep_alive(connection: Any) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _url(options: NodeOptions, host: str, port: int) -> str:

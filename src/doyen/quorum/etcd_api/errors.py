@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import IntEnum
 from typing import Final
 
@@ -79,3 +80,10 @@ def translated(error: DoyenError) -> EtcdError:
     if isinstance(error, ConfigError):
         return fail(TOO_LARGE)
     return EtcdError(Code.UNAVAILABLE, f"{TIMED_OUT[1]}: {error}")
+
+
+def unexpected(error: Exception) -> EtcdError:
+    """The response to a defect of a handler, which is reported."""
+    context = {"message": "a call of etcd's API failed", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(context)
+    return EtcdError(Code.UNKNOWN, f"unexpected {type(error).__name__}: {error}")

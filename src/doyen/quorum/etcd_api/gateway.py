@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Final
@@ -19,11 +19,14 @@ import h11
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from doyen.quorum.etcd_api import rpc
-from doyen.quorum.etcd_api.errors import Code, EtcdError
+from doyen.quorum.etcd_api.errors import Code, EtcdError, unexpected
 from doyen.quorum.etcd_api.service import VERSION, Streaming, Unary
 
 MAX_BODY: Final = 4 << 20
 READ: Final = 1 << 16
+"""How much is read at a time, and how much a client may send while it waits for an answer."""
+LARGE: Final = 1 << 18
+"""JSON of more bytes is read or made on another thread, since heartbeats must not wait for it."""
 EARLIER: Final = {"/v3beta/": "/v3/", "/v3/kv/lease/": "/v3/lease/"}
 """Paths of earlier versions of etcd, which some clients use."""
 IDLE_S: Final = 300.0
@@ -67,6 +70,7 @@ class Gateway:
                     request = await exchange.next_event()
                     if not isinstance(request, h11.Request):
                         return
+                    exchange.head_only = request.method == b"HEAD"
                     body = await exchange.body()
                 await self._answer(exchange, request, body)
             except (h11.RemoteProtocolError, TimeoutError):
@@ -97,10 +101,7 @@ class Gateway:
         streams = path in self._streaming
         method = (self._streaming[path] if streams else self._unary[path])[0]
         try:
-            plain = json.loads(body or b"{}")
-            if not isinstance(plain, dict):
-                raise ParseError("a request is a JSON object")
-            message = ParseDict(plain, method.request())
+            message = await _elsewhere(len(body), _request, method, body)
         except (ParseError, ValueError, TypeError, RecursionError) as error:
             await exchange.send(HTTPStatus.BAD_REQUEST, _error(Code.INVALID_ARGUMENT, str(error)))
             return
@@ -112,7 +113,7 @@ class Gateway:
         except EtcdError as error:
             await exchange.send(STATUSES[error.code], _error(error.code, error.text))
         else:
-            await exchange.send(HTTPStatus.OK, _plain(answer))
+            await exchange.send_body(HTTPStatus.OK, await _json(answer))
 
     async def _stream(self, exchange: _Exchange, call: Streaming, message: Any) -> None:
         await exchange.begin()
@@ -123,12 +124,12 @@ class Gateway:
         async def send() -> None:
             async with aclosing(call(requests())) as answers:  # type: ignore[type-var]
                 async for answer in answers:
-                    await exchange.chunk({"result": _plain(answer)})
+                    await exchange.chunk(b'{"result":%b}' % await _json(answer))
 
         try:
             await exchange.unless_closed(send())
         except EtcdError as error:
-            await exchange.chunk({"error": _error(error.code, error.text)})
+            await exchange.chunk(_encoded({"error": _error(error.code, error.text)}))
         await exchange.finish()
 
     async def _health(self) -> tuple[HTTPStatus, dict[str, str]]:
@@ -140,9 +141,30 @@ class Gateway:
         return HTTPStatus.OK, {"health": "true", "reason": ""}
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
-    return plain
+async def _elsewhere(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call this, on another thread if it has much to do."""
+    if size > LARGE:
+        return await asyncio.to_thread(work, *arguments)
+    return work(*arguments)
+
+
+def _request(method: rpc.EtcdMethod, body: bytes) -> Any:
+    plain = json.loads(body or b"{}")
+    if not isinstance(plain, dict):
+        raise ParseError("a request is a JSON object")
+    return ParseDict(plain, method.request())
+
+
+async def _json(message: Any) -> Any:
+    return await _elsewhere(message.ByteSize(), _encoded_message, message)
+
+
+def _encoded_message(message: Any) -> bytes:
+    return _encoded(MessageToDict(message, preserving_proto_field_name=True))
+
+
+def _encoded(plain: dict[str, Any]) -> bytes:
+    return json.dumps(plain, separators=(",", ":")).encode()
 
 
 def _error(code: Code, text: str) -> dict[str, Any]:
@@ -161,6 +183,8 @@ class _Exchange:
         self._connection = connection
         self._reader = reader
         self._writer = writer
+        self.head_only = False
+        """The client has asked for the headers of a response."""
 
     async def next_event(self) -> Any:
         while True:
@@ -191,31 +215,37 @@ class _Exchange:
             if working.done():
                 return working.result()
             raise h11.RemoteProtocolError("the connection was closed")
+        except (EtcdError, OSError, h11.ProtocolError):
+            raise
+        except Exception as error:
+            raise unexpected(error) from error
         finally:
             for each in (watching, working):
                 each.cancel()
             await asyncio.wait((watching, working))
 
     async def _closed(self) -> None:
-        while data := await self._reader.read(READ):
+        """The client may send its next request meanwhile, which is kept."""
+        ahead = len(self._connection.trailing_data[0])
+        while ahead <= READ and (data := await self._reader.read(READ)):
             self._connection.receive_data(data)
+            ahead += len(data)
 
     async def send(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer, separators=(",", ":")).encode()
+        await self.send_body(status, _encoded(answer))
+
+    async def send_body(self, status: HTTPStatus, body: bytes) -> None:
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        await self._send(
-            h11.Response(status_code=status, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        )
+        response = h11.Response(status_code=status, headers=headers)
+        data = [] if self.head_only else [h11.Data(data=body)]
+        await self._send(response, *data, h11.EndOfMessage())
 
     async def begin(self) -> None:
         headers = [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")]
         await self._send(h11.Response(status_code=HTTPStatus.OK, headers=headers))
 
-    async def chunk(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer, separators=(",", ":")).encode() + b"\n"
-        await self._send(h11.Data(data=data))
+    async def chunk(self, line: bytes) -> None:
+        await self._send(h11.Data(data=line + b"\n"))
 
     async def finish(self) -> None:
         await self._send(h11.EndOfMessage())

@@ -4,6 +4,7 @@ A request is `HEADERS`, then messages in `DATA`, each behind a flag and its leng
 the same, and ends with a status in a second `HEADERS`. Each call has a task, in which its handler
 runs. The task is cancelled when the client resets the stream, when its deadline has passed, and
 when the connection ends. An error is answered at once; the rest of the request is ignored then.
+Messages of clients may be compressed with gzip or deflate; responses are not.
 
 Invariants, beside those of `http2`:
 
@@ -11,6 +12,7 @@ Invariants, beside those of `http2`:
 2. A handler of one message is called when the request has ended. A handler of a stream is given the
    next message when it asks for it, and is asked for the next response when the one before has been
    handed on. Nothing is queued on behalf of a client that does not read.
+3. A compressed message is decompressed when its handler takes it, to at most `MAX_REQUEST` bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -27,23 +30,24 @@ from urllib.parse import quote_from_bytes
 from google.protobuf.message import DecodeError
 
 from doyen.quorum.etcd_api import rpc
-from doyen.quorum.etcd_api.errors import STOPPED, Code, EtcdError
-from doyen.quorum.etcd_api.http2 import (
+from doyen.quorum.etcd_api.errors import STOPPED, Code, EtcdError, unexpected
+from doyen.quorum.etcd_api.http2 import Http2Connection
+from doyen.quorum.etcd_api.http2_frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
     WINDOW,
     Header,
-    Http2Connection,
-    Stream,
 )
+from doyen.quorum.etcd_api.http2_streams import Stream
 from doyen.quorum.etcd_api.service import Streaming, Unary
 
 MAX_REQUEST: Final = 2 << 20
 """The keyspace refuses requests above 1 MiB; a larger one ends here."""
-MAX_TEXT: Final = 4096
-"""Bytes of the text of an error."""
+MAX_TEXT: Final = 2048
+"""Bytes of the text of an error. Each may take three when it is sent, and gRPC refuses responses
+with more than 8 KiB of headers."""
 LONGEST_S: Final = 1e6
 """A deadline that is further away has no timer."""
 CONNECTION_HEADERS: Final = {
@@ -56,6 +60,9 @@ CONNECTION_HEADERS: Final = {
 UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 TIMEOUT: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 GRPC: Final = re.compile(rb"application/grpc(?:[+;].*)?")
+COMPRESSIONS: Final = {b"gzip", b"deflate"}
+EITHER_FORMAT: Final = 32 + zlib.MAX_WBITS
+"""zlib recognises which of the two it is by the first bytes."""
 _PREFIX: Final = struct.Struct(">BL")
 _END: Final = END_HEADERS | END_STREAM
 
@@ -83,7 +90,7 @@ _OK: Final = b"\x88"  # ":status: 200" in HPACK's static table
 HEAD: Final = _OK + header(b"content-type", b"application/grpc")
 """The headers of a response that has messages."""
 SUCCESS: Final = header(b"grpc-status", b"0")
-IDENTITY: Final = header(b"grpc-accept-encoding", b"identity")
+ACCEPTED: Final = header(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
 
 def trailers(code: int, text: str) -> bytes:
@@ -116,7 +123,7 @@ class _Head(NamedTuple):
 
 
 class GrpcServer:
-    """Serves methods on any number of connections."""
+    """Serves methods on any number of connections. Other methods are not implemented."""
 
     def __init__(
         self, unary: Mapping[rpc.EtcdMethod, Unary], streaming: Mapping[rpc.EtcdMethod, Streaming]
@@ -204,13 +211,6 @@ class GrpcServer:
         return _Head(method, timeout_s, fields.get(b"grpc-encoding", b"identity"))
 
 
-def make_server(
-    unary: Mapping[rpc.EtcdMethod, Unary], streaming: Mapping[rpc.EtcdMethod, Streaming]
-) -> GrpcServer:
-    """A server for these methods. Others answer that they are not implemented."""
-    return GrpcServer(unary, streaming)
-
-
 def _has_breaks(value: bytes) -> bool:
     return b"\0" in value or b"\r" in value or b"\n" in value
 
@@ -251,11 +251,6 @@ class _Call(Stream):
     def _expire(self) -> None:
         self.end(Code.DEADLINE_EXCEEDED, "context deadline exceeded")
 
-    def _start(self, work: Any) -> None:
-        self._task = task = self.connection.loop.create_task(work)
-        self._server.tasks.add(task)
-        task.add_done_callback(self._server.tasks.discard)
-
     # What arrives.
 
     def received(self, data: bytes) -> None:
@@ -269,13 +264,12 @@ class _Call(Stream):
         at, end = 0, len(whole)
         while end - at >= 5:
             flag, size = _PREFIX.unpack_from(whole, at)
-            if flag or size > MAX_REQUEST:
-                self._refuse(flag, size)
+            if (flag or size > MAX_REQUEST) and self._refuse(flag, size):
                 return
             stop = at + 5 + size
             if stop > end:
                 break
-            self.message(bytes(whole[at + 5 : stop]))
+            self.message(flag, bytes(whole[at + 5 : stop]))
             if self.over:
                 return
             at = stop
@@ -288,31 +282,68 @@ class _Call(Stream):
         elif len(buffer) >= 5 and not self.granted:
             size = 5 + _PREFIX.unpack_from(buffer)[1]
             if size > WINDOW:
-                self.connection.grant(self, size)
+                self.connection.windows.grant(self, size)
 
     def admitted(self) -> None:
         more = self.granted - len(self._buffer) - self.inbound
         if more > 0:
-            self.connection.allow(self, more)
+            self.connection.windows.allow(self, more)
 
-    def _refuse(self, flag: int, size: int) -> None:
-        if not flag:
+    def _refuse(self, flag: int, size: int) -> bool:
+        """Refuse a message that is too large, or compressed in an unknown way. Returns whether it
+        is."""
+        encoding = self._head.encoding
+        if size > MAX_REQUEST:
             text = f"SERVER: Received message larger than max ({size} vs. {MAX_REQUEST})"
             self.end(Code.RESOURCE_EXHAUSTED, text)
-        elif flag == 1 and self._head.encoding != b"identity":
-            name = self._head.encoding.decode("latin-1")
+        elif flag == 1 and encoding in COMPRESSIONS:
+            return False
+        elif flag == 1 and encoding != b"identity":
+            name = encoding.decode("latin-1")
             text = f'grpc: Decompressor is not installed for grpc-encoding "{name}"'
-            self.end(Code.UNIMPLEMENTED, text, IDENTITY)
+            self.end(Code.UNIMPLEMENTED, text, ACCEPTED)
         else:
             text = "grpc: compressed flag set with identity or empty encoding"
             self.end(Code.INTERNAL, text)
+        return True
 
-    def message(self, data: bytes) -> None:
-        """One message of the request."""
+    def message(self, flag: int, data: bytes) -> None:
+        """One message of the request. The flag says whether it is compressed."""
         raise NotImplementedError
 
     def request_ended(self) -> None:
         """The client has sent everything."""
+        raise NotImplementedError
+
+    def _parsed(self, flag: int, data: bytes) -> Any:
+        assert self._head.method is not None
+        try:
+            return self._head.method.parse(_decompressed(data) if flag else data)
+        except DecodeError as error:
+            text = f"grpc: error unmarshalling request: {error}"
+            raise EtcdError(Code.INTERNAL, text) from error
+
+    # The handler.
+
+    def _start(self) -> None:
+        self._task = task = self.connection.loop.create_task(self._run())
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    async def _run(self) -> None:
+        try:
+            await self.serve()
+        except EtcdError as error:
+            self.end(error.code, error.text)
+        except asyncio.CancelledError:
+            self.end(*STOPPED)
+            raise
+        except Exception as error:  # noqa: BLE001 - the client has to be answered
+            answer = unexpected(error)
+            self.end(answer.code, answer.text)
+
+    async def serve(self) -> None:
+        """Call the handler, and send what it answers."""
         raise NotImplementedError
 
     # What is answered.
@@ -320,12 +351,10 @@ class _Call(Stream):
     def end(self, code: int, text: str, more: bytes = b"") -> None:
         """Send the status, and end the handler if it runs."""
         if not self.over:
-            self._finish(more + (trailers(code, text) if code else SUCCESS))
-
-    def _finish(self, status: bytes) -> None:
-        head = b"" if self._answering else HEAD
-        self.stop()
-        self.connection.send(self, (HEADERS, _END, head + status))
+            head = b"" if self._answering else HEAD
+            status = trailers(code, text) if code else SUCCESS
+            self.stop()
+            self.connection.send(self, (HEADERS, _END, head + more + status))
 
     def stop(self) -> None:
         self.over = True
@@ -338,11 +367,21 @@ class _Call(Stream):
         if not self.over:
             self.stop()
 
-    def unexpected(self, error: Exception) -> None:
-        """A defect of a handler."""
-        loop = self.connection.loop
-        loop.call_exception_handler({"message": "a call of etcd's API failed", "exception": error})
-        self.end(Code.UNKNOWN, f"unexpected {type(error).__name__}: {error}")
+
+def _decompressed(data: bytes) -> bytes:
+    decompressor = zlib.decompressobj(EITHER_FORMAT)
+    try:
+        plain = decompressor.decompress(data, MAX_REQUEST + 1)
+    except zlib.error as error:
+        text = f"grpc: failed to decompress the received message: {error}"
+        raise EtcdError(Code.INTERNAL, text) from error
+    if len(plain) > MAX_REQUEST:
+        text = f"SERVER: Received message after decompression larger than max ({MAX_REQUEST})"
+        raise EtcdError(Code.RESOURCE_EXHAUSTED, text)
+    if not decompressor.eof or decompressor.unused_data:
+        text = "grpc: failed to decompress the received message: it does not end with its data"
+        raise EtcdError(Code.INTERNAL, text)
+    return plain
 
 
 class _UnaryCall(_Call):
@@ -350,56 +389,40 @@ class _UnaryCall(_Call):
 
     __slots__ = ("_request",)
 
-    _request: bytes | None
+    _request: tuple[int, bytes] | None
 
     def opened(self) -> None:
         self._request = None
         super().opened()
 
-    def message(self, data: bytes) -> None:
+    def message(self, flag: int, data: bytes) -> None:
         if self._request is not None:
             self.end(Code.INTERNAL, "the request has more than one message")
-        self._request = data
+        self._request = flag, data
 
     def request_ended(self) -> None:
         if self._request is None or self._buffer:
             self.end(Code.INTERNAL, "the request ended before its message")
         else:
-            self._start(self._run(self._request))
-            self._request = None
+            self._start()
 
-    async def _run(self, data: bytes) -> None:
-        method = self._head.method
+    async def serve(self) -> None:
+        method, request = self._head.method, self._request
         assert method is not None
         assert method.unary is not None
-        try:
-            try:
-                request = method.parse(data)
-            except DecodeError as error:
-                raise _undecodable(error) from error
-            answer = (await method.unary(request)).SerializeToString()
-        except EtcdError as error:
-            self.end(error.code, error.text)
-        except asyncio.CancelledError:
-            self.end(*STOPPED)
-            raise
-        except Exception as error:  # noqa: BLE001 - the client has to be answered
-            self.unexpected(error)
-        else:
-            if not self.over:
-                self.over = True
-                if self._timer is not None:
-                    self._timer.cancel()
-                self.connection.send(
-                    self,
-                    (HEADERS, END_HEADERS, HEAD),
-                    (DATA, 0, _PREFIX.pack(0, len(answer)) + answer),
-                    (HEADERS, _END, SUCCESS),
-                )
-
-
-def _undecodable(error: DecodeError) -> EtcdError:
-    return EtcdError(Code.INTERNAL, f"grpc: error unmarshalling request: {error}")
+        assert request is not None
+        self._request = None
+        answer = (await method.unary(self._parsed(*request))).SerializeToString()
+        if not self.over:
+            self.over = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self.connection.send(
+                self,
+                (HEADERS, END_HEADERS, HEAD),
+                (DATA, 0, _PREFIX.pack(0, len(answer)) + answer),
+                (HEADERS, _END, SUCCESS),
+            )
 
 
 class _StreamCall(_Call):
@@ -409,7 +432,7 @@ class _StreamCall(_Call):
     __slots__ = ("_asking", "_messages", "_untaken")
 
     def opened(self) -> None:
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[tuple[int, bytes]] = deque()
         self._untaken = 0
         """Bytes of messages that the handler has not taken."""
         self._asking: asyncio.Future[None] | None = None
@@ -417,10 +440,10 @@ class _StreamCall(_Call):
         method = self._head.method
         assert method is not None
         if method.takes_stream and not self.over:
-            self._start(self._run())
+            self._start()
 
-    def message(self, data: bytes) -> None:
-        self._messages.append(data)
+    def message(self, flag: int, data: bytes) -> None:
+        self._messages.append((flag, data))
         self._untaken += 5 + len(data)
         self._notify()
 
@@ -432,7 +455,7 @@ class _StreamCall(_Call):
         elif not self._messages:
             self.end(Code.INTERNAL, "the request ended before its message")
         else:
-            self._start(self._run())
+            self._start()
 
     def _notify(self) -> None:
         if self._asking is not None and not self._asking.done():
@@ -447,40 +470,28 @@ class _StreamCall(_Call):
                 raise StopAsyncIteration
             self._asking = self.connection.loop.create_future()
             await self._asking
-        data = self._messages.popleft()
+        flag, data = self._messages.popleft()
         self._untaken -= 5 + len(data)
+        windows = self.connection.windows
         if self.granted and 5 + len(data) > WINDOW:
-            self.connection.ungrant(self)
+            windows.used(self)
         room = WINDOW - self._untaken - len(self._buffer)
         if room - self.inbound > (0 if self._buffer else WINDOW // 2):
-            self.connection.allow(self, room - self.inbound)
-        assert self._head.method is not None
-        try:
-            return self._head.method.parse(data)
-        except DecodeError as error:
-            raise _undecodable(error) from error
+            windows.allow(self, room - self.inbound)
+        return self._parsed(flag, data)
 
-    async def _run(self) -> None:
+    async def serve(self) -> None:
         method = self._head.method
         assert method is not None
         assert method.streaming is not None
-        try:
-            async with aclosing(method.streaming(self)) as answers:  # type: ignore[type-var]
-                async for answer in answers:
-                    if self.over:
-                        break
-                    data = answer if type(answer) is bytes else answer.SerializeToString()
-                    if not self._send(data):
-                        await self.drained()
-        except EtcdError as error:
-            self.end(error.code, error.text)
-        except asyncio.CancelledError:
-            self.end(*STOPPED)
-            raise
-        except Exception as error:  # noqa: BLE001 - the client has to be answered
-            self.unexpected(error)
-        else:
-            self.end(0, "")
+        async with aclosing(method.streaming(self)) as answers:  # type: ignore[type-var]
+            async for answer in answers:
+                if self.over:
+                    break
+                data = answer if type(answer) is bytes else answer.SerializeToString()
+                if not self._send(data):
+                    await self.drained()
+        self.end(0, "")
 
     def _send(self, data: bytes) -> bool:
         """Returns whether it was handed on at once."""

@@ -8,6 +8,10 @@ revision, which tells the client what it has missed.
 `WatchHub` knows which watches a changed key concerns; `WatchStream` is one stream of a client, with
 any number of watches. Responses are made as bytes: equal watches share the events in them, so that
 many watches of one key are told at little more than the cost of one.
+
+Invariant: a client that resumes a watch after the revision of any response to it misses nothing.
+The response that a watch was created has the revision of that moment, and a notification of
+progress names a revision up to which everything has been told.
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from contextlib import aclosing
+from typing import Any, Final, Protocol
 
+from doyen.quorum.consensus.core import Role
 from doyen.quorum.etcd_api import rpc
+from doyen.quorum.etcd_api.errors import LEADERLESS, STOPPED, Code, EtcdError, fail, unexpected
 from doyen.quorum.etcd_api.messages import key_value
+from doyen.quorum.etcd_api.replica import Replica
 from doyen.quorum.keyspace.etcd_requests import FROM_KEY, EtcdRecord
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.driver import Driver
@@ -26,10 +34,14 @@ from doyen.quorum.node.driver import Driver
 EVENTS: Final = 1000
 """About how many events one response has; those of one revision are not divided."""
 EVENTS_BYTES: Final = 1 << 20
+SCANNED: Final = 10_000
+"""How many changes are looked at in one turn of the loop."""
 PROGRESS_S: Final = 600.0
 """How often a watch that asks for it is notified although nothing happened."""
 NO_WATCH: Final = -1
 """The watch id of a response that concerns all watches of a stream, or none."""
+ALL_WATCHES: Final = rpc.WATCH.response(watch_id=NO_WATCH).SerializeToString()
+CreateRequest: Final = rpc.message("WatchCreateRequest")
 CONTROLS: Final = 1000
 """How many responses to requests of a stream may wait until no more requests are taken."""
 SHARED: Final = 64
@@ -76,25 +88,46 @@ class EtcdWatch:
         return self.covers(change.key) and unwanted not in self.filters
 
 
+class Watcher(Protocol):
+    """Whoever has watches."""
+
+    def mark(self, watch: EtcdWatch, since: int) -> None:
+        """A watch has something to tell, of changes since a revision."""
+
+
+class Waiter:
+    """Waits for one change."""
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self._future = future
+
+    def mark(self, watch: EtcdWatch, since: int) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+
 class WatchHub:
     """The watches of all streams on one node."""
 
     def __init__(self, driver: Driver, keyspace: Keyspace) -> None:
         self._driver = driver
         self._keyspace = keyspace
-        self._keys: dict[bytes, dict[EtcdWatch, WatchStream]] = {}
-        self._ranges: dict[EtcdWatch, WatchStream] = {}
+        self._keys: dict[bytes, dict[EtcdWatch, Watcher]] = {}
+        self._ranges: dict[EtcdWatch, Watcher] = {}
         self.seen = keyspace.etcd.revision
         """The revision up to which watches have been marked."""
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: dict[asyncio.Future[None], None] = {}
         self._shared: dict[Any, tuple[bytes, int, bool]] = {}
         self._shared_at = 0, 0
         self._loop = asyncio.get_running_loop()
         driver.on_applied(self._applied)
 
-    def add(self, watch: EtcdWatch, stream: WatchStream) -> None:
+    def close(self) -> None:
+        self._driver.off_applied(self._applied)
+
+    def add(self, watch: EtcdWatch, watcher: Watcher) -> None:
         watchers = self._keys.setdefault(watch.key, {}) if not watch.end else self._ranges
-        watchers[watch] = stream
+        watchers[watch] = watcher
 
     def remove(self, watch: EtcdWatch) -> None:
         if watch.end:
@@ -105,22 +138,27 @@ class WatchHub:
             if not watchers:
                 del self._keys[watch.key]
 
-    async def changed(self) -> None:
-        """Wait for the next change of the keyspace."""
+    async def changed(self, key: bytes, end: bytes = b"") -> None:
+        """Wait for the next change in a range of keys. It may have been undone since."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append(future)
-        await future
+        watch = EtcdWatch(NO_WATCH, CreateRequest(key=key, range_end=end))
+        self._waiting[future] = None
+        self.add(watch, Waiter(future))
+        try:
+            await future
+        finally:
+            self.remove(watch)
+            del self._waiting[future]
 
     def fail(self, error: Exception) -> None:
         """Have everybody who waits for a change get this error."""
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
+        for future in self._waiting:
             if not future.done():
                 future.set_exception(error)
 
     def events(self, watch: EtcdWatch) -> tuple[bytes, int, bool]:
-        """What a watch has to be told next, encoded; its position after that; and whether there is
-        more."""
+        """What a watch has to be told next, encoded; its position after that; and whether there may
+        be more."""
         etcd = self._keyspace.etcd
         if self._shared_at != (etcd.revision, etcd.compacted):
             self._shared_at = etcd.revision, etcd.compacted
@@ -137,14 +175,16 @@ class WatchHub:
         etcd = self._keyspace.etcd
         events: list[Any] = []
         size, position, more = 0, watch.position, False
-        for change in etcd.changes(position):
-            more = (len(events) >= EVENTS or size > EVENTS_BYTES) and change.mod > position
+        for scanned, change in enumerate(etcd.changes(position)):
+            enough = scanned >= SCANNED or len(events) >= EVENTS or size > EVENTS_BYTES
+            more = enough and change.mod > position
             position = change.mod
             if more:
                 break
             if watch.admits(change):
-                events.append(self._event(watch, change))
-                size += len(change.key) + len(change.value)
+                event = self._event(watch, change)
+                events.append(event)
+                size += event.ByteSize()
         else:
             position = max(position, etcd.revision + 1)
         return rpc.WATCH.response(events=events).SerializeToString(), position, more
@@ -162,21 +202,17 @@ class WatchHub:
         if etcd.revision < since:
             return
         self.seen = etcd.revision
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
         if since < etcd.compacted:  # a snapshot of the leader has replaced the state
             for watchers in [*self._keys.values(), self._ranges]:
-                for watch, stream in watchers.items():
-                    stream.mark(watch, since)
+                for watch, watcher in watchers.items():
+                    watcher.mark(watch, since)
             return
         for key in dict.fromkeys(change.key for change in etcd.changes(since)):
-            for watch, stream in self._keys.get(key, {}).items():
-                stream.mark(watch, since)
-            for watch, stream in self._ranges.items():
+            for watch, watcher in self._keys.get(key, {}).items():
+                watcher.mark(watch, since)
+            for watch, watcher in self._ranges.items():
                 if not watch.behind and watch.covers(key):
-                    stream.mark(watch, since)
+                    watcher.mark(watch, since)
 
 
 class WatchStream:
@@ -197,7 +233,10 @@ class WatchStream:
         self._watches: dict[int, EtcdWatch] = {}
         self._next = 0
         self._behind: deque[EtcdWatch] = deque()
-        self._controls: deque[Any] = deque()
+        self._controls: deque[tuple[int, dict[str, Any]]] = deque()
+        """Responses to requests, and the revision of each."""
+        self._asked = False
+        """The client has asked how far its watches are."""
         self._idle: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._progress_due = False
@@ -223,7 +262,7 @@ class WatchStream:
                 self._remove(watch)
                 self._control(watch_id=watch.id, canceled=True)
         elif kind == "progress_request":
-            self._control(watch_id=NO_WATCH)
+            self._asked = True
         self._wake()
 
     def _wake(self) -> None:
@@ -237,7 +276,7 @@ class WatchStream:
             await self._room
 
     def _control(self, **fields: Any) -> None:
-        self._controls.append(fields)
+        self._controls.append((self._hub.seen, fields))
 
     def _create(self, request: Any) -> None:
         watch = request.watch_id
@@ -279,28 +318,33 @@ class WatchStream:
     async def responses(self) -> AsyncIterator[bytes]:
         """What the client is sent, each when it has taken the one before."""
         timer = self._loop.call_later(self._progress_s, self._notice_progress)
-        quiet: set[EtcdWatch] = set()
+        quiet: dict[EtcdWatch, None] = {}
+        """Watches that were told nothing since the last notification of progress."""
         try:
             while True:
                 if self._ended is not None:
                     raise self._ended
-                behind, controls = self._behind, self._controls
-                if controls and not (behind and controls[0]["watch_id"] == NO_WATCH):
+                if self._controls:
                     yield self._next_control()
-                elif behind:
-                    quiet.discard(behind[0])
-                    response = self._tell(behind[0])
+                elif self._behind:
+                    quiet.pop(self._behind[0], None)
+                    response = self._tell(self._behind[0])
                     if response is not None:
                         yield response
                     else:
                         await asyncio.sleep(0)  # a long history must not delay heartbeats
+                elif self._asked:
+                    self._asked = False
+                    yield self._header(self._hub.seen) + ALL_WATCHES
                 elif self._progress_due:
                     self._progress_due = False
                     timer = self._loop.call_later(self._progress_s, self._notice_progress)
-                    for watch in [*quiet]:
-                        if watch.id in self._watches:
-                            yield self._header(self._hub.seen) + watch.encoded_id
-                    quiet = {each for each in self._watches.values() if each.progress}
+                    # Meanwhile there may be changes that these watches have not been told of.
+                    header = self._header(self._hub.seen)
+                    for watch in quiet:
+                        if self._watches.get(watch.id) is watch:
+                            yield header + watch.encoded_id
+                    quiet = {each: None for each in self._watches.values() if each.progress}
                 else:
                     self._idle = self._loop.create_future()
                     await self._idle
@@ -312,11 +356,11 @@ class WatchStream:
         self._wake()
 
     def _next_control(self) -> bytes:
-        fields = self._controls.popleft()
+        revision, fields = self._controls.popleft()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
         response: bytes = rpc.WATCH.response(**fields).SerializeToString()
-        return self._header(self._hub.seen) + response
+        return self._header(revision) + response
 
     def _tell(self, watch: EtcdWatch) -> bytes | None:
         """The next response for a watch that is behind; None if the changes do not concern it."""
@@ -328,8 +372,101 @@ class WatchStream:
             ).SerializeToString()
             return self._header(self._hub.seen) + cancelled
         events, watch.position, watch.behind = self._hub.events(watch)
-        if not watch.behind:
-            self._behind.popleft()
+        self._behind.popleft()
+        if watch.behind:  # after the others, so that a long history does not delay them
+            self._behind.append(watch)
         if not events:
             return None
         return self._header(self._hub.seen) + watch.encoded_id + events
+
+
+class WatchService:
+    """The Watch service. When this node knows no leader, it ends streams and whoever waits for a
+    change, so that their clients go to another node."""
+
+    def __init__(self, replica: Replica, election_s: float, progress_s: float) -> None:
+        self._replica = replica
+        self._election_s = election_s
+        self._progress_s = progress_s
+        self.hub = WatchHub(replica.driver, replica.keyspace)
+        self.streams: dict[WatchStream, None] = {}
+        self._header_of: Any = None
+        self._header_bytes = b""
+        self._giving_up: asyncio.TimerHandle | None = None
+        replica.driver.on_role(self._role_changed)
+        self.leader_is(replica.driver.leader)
+
+    def close(self) -> None:
+        self._replica.driver.off_role(self._role_changed)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        self._end_all(STOPPED)
+        self.hub.close()
+
+    def _role_changed(self, role: Role, generation: int, leader: str | None) -> None:
+        self.leader_is(leader)
+
+    def leader_is(self, leader: str | None) -> None:
+        """When no leader is known for an election timeout, streams are ended; and again after each
+        further one, for clients that came meanwhile."""
+        if leader is None:
+            if self._giving_up is None:
+                self._giving_up = self._replica.loop.call_later(self._election_s, self._give_up)
+        elif self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    def _give_up(self) -> None:
+        self._giving_up = self._replica.loop.call_later(self._election_s, self._give_up)
+        self._end_all(LEADERLESS)
+
+    def _end_all(self, error: tuple[Code, str]) -> None:
+        for stream in self.streams:
+            stream.end(fail(error))
+        self.hub.fail(fail(error))
+
+    def _header(self, revision: int) -> bytes:
+        """The beginning of a response."""
+        replica = self._replica
+        current = revision, replica.driver.generation, replica.members.cluster_id
+        if self._header_of != current:
+            self._header_of = current
+            response = rpc.WATCH.response(header=replica.header(revision))
+            self._header_bytes = response.SerializeToString()
+        return self._header_bytes
+
+    async def watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """`watch_encoded` with messages."""
+        async with aclosing(self.watch_encoded(requests)) as responses:  # type: ignore[type-var]
+            async for each in responses:
+                yield rpc.WATCH.response.FromString(each)
+
+    async def watch_encoded(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        """One stream of a client."""
+        stream = WatchStream(self.hub, self._replica.keyspace, self._header, self._progress_s)
+        self.streams[stream] = None
+        reading = self._replica.loop.create_task(self._take(requests, stream))
+        try:
+            async with aclosing(stream.responses()) as responses:  # type: ignore[type-var]
+                async for each in responses:
+                    yield each
+        finally:
+            reading.cancel()
+            del self.streams[stream]
+            stream.close()
+
+    async def _take(self, requests: AsyncIterator[Any], stream: WatchStream) -> None:
+        """The client may stop sending and still receive."""
+        try:
+            async for message in requests:
+                if message.create_request.start_revision:
+                    self._replica.check_version()
+                else:
+                    # A watch that begins now must not tell of writes that were acknowledged before.
+                    await self._replica.current()
+                stream.take(message)
+                await stream.has_room()
+        except EtcdError as error:
+            stream.end(error)
+        except Exception as error:  # noqa: BLE001 - the client has to be answered
+            stream.end(unexpected(error))

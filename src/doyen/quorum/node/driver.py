@@ -229,6 +229,11 @@ class Driver:
         """Call this with the index after entries were applied."""
         self.applier.on_applied.append(callback)
 
+    def off_applied(self, callback: Callable[[int], None]) -> None:
+        """No longer call this."""
+        kept = [each for each in self.applier.on_applied if each != callback]
+        self.applier.on_applied = kept
+
     def on_question(self, handler: Callable[[bytes, Answer], None]) -> None:
         """Handle the calls of `ask_leader` with this while this node leads."""
 
