@@ -459,11 +459,9 @@ class WatchService:
         """The client may stop sending and still receive."""
         try:
             async for message in requests:
-                if message.create_request.start_revision:
-                    self._replica.check_version()
-                else:
-                    # A watch that begins now must not tell of writes that were acknowledged before.
-                    await self._replica.current()
+                # A watch that is created now must not tell of writes that were acknowledged before,
+                # and has to know what was compacted.
+                await self._replica.current()
                 stream.take(message)
                 await stream.has_room()
         except EtcdError as error:
