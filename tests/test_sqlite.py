@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,18 @@ from doyen.events import Event, LeaseEnded
 from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.stores.port import Context, open_store
 from doyen.stores.sqlite import SQLiteStore
-from doyen.stores.sqlite import database as database_module
+from doyen.stores.sqlite import connection as connection_module
 from doyen.stores.sqlite.connection import LocalConnection
+from doyen.stores.sqlite.database import DatabaseThread
 from doyen.stores.sqlite.tables import Transaction
 
 TTL_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handles of these tests stand for processes, which share no connection."""
+    monkeypatch.setattr(DatabaseThread, "_is_joinable", lambda self: False)
 
 
 async def opened(
@@ -347,16 +354,16 @@ async def test_a_failed_refresh_of_a_watch_is_retried(
         notified = asyncio.Event()
         await reader.watch("k", notified.set)
         blocked = 3
-        real = database_module.Database._begin
+        real = DatabaseThread._begin
 
         def begin(self: Any, *args: Any) -> None:
             nonlocal blocked
-            if self is reader._database and blocked:
+            if self is reader._database.thread and blocked:
                 blocked -= 1
                 raise StoreUnavailable("locked")
             real(self, *args)
 
-        monkeypatch.setattr(database_module.Database, "_begin", begin)
+        monkeypatch.setattr(DatabaseThread, "_begin", begin)
         await writer.put("k", b"v", if_version=None)
         async with asyncio.timeout(10):
             await notified.wait()
@@ -467,8 +474,14 @@ class Failing:
     ],
 )
 async def test_database_errors_are_mapped_and_leave_no_partial_writes(
-    tmp_path: Path, statement: str, code: int, kind: type[Exception], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    statement: str,
+    code: int,
+    kind: type[Exception],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(connection_module, "_unsynced", set())
     async with stores(tmp_path / "x.db") as (store,):
         lease = await store.grant(TTL_S)
         await store.enqueue("line", b"", lease)  # from now on it takes part
@@ -488,7 +501,37 @@ async def test_database_errors_are_mapped_and_leave_no_partial_writes(
             raise failed[0]
         won = [answer for answer in answers if not isinstance(answer, BaseException)]
         assert len(await store.list("k")) == len(won)
+        if code == sqlite3.SQLITE_IOERR_FSYNC:
+            return
         assert (await store.create("again", b"v", lease)).won
+
+
+async def test_nothing_is_written_after_the_disk_failed_to_confirm_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a failed fsync once. What it has dropped, a later one does not write."""
+    monkeypatch.setattr(connection_module, "_unsynced", set())
+    path, ended = tmp_path / "x.db", "the disk failed to confirm a write .* start all processes"
+    async with stores(path, 2) as (store, other), stores(tmp_path / "y.db") as (elsewhere,):
+        lease = await store.grant(TTL_S)
+        assert (await store.create("first", b"v", lease)).won
+        connection = store._database.connection
+        connection.execute = Failing(
+            connection.execute, "PRAGMA wal_ch", sqlite3.SQLITE_IOERR_FSYNC
+        )
+        monkeypatch.setattr("doyen.stores.sqlite.database._SAVED_AFTER", 0)
+        with suppress(StoreUnusable):  # the log is copied in vain, after this or before
+            await store.put("k", b"v", if_version=None)
+        for handle in (store, other):
+            with pytest.raises(StoreUnusable, match=ended):
+                await handle.put("k2", b"v", if_version=None)
+            assert await handle.get("first") is not None
+        await store.renew(lease)
+        with pytest.raises(StoreUnusable, match=ended):
+            await opened(path)
+        assert await elsewhere.put("k", b"v", if_version=None)
+        await store.revoke(lease)
+        assert await other.get("first") is None
 
 
 async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
@@ -511,6 +554,23 @@ async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> No
         assert next(versions, None) is None
         assert refusals > 10
         del connection._try_begin, connection._data_version  # so that it can be closed
+
+
+async def test_a_lock_is_waited_for_less_than_a_request_of_a_short_lease_may_take(
+    tmp_path: Path,
+) -> None:
+    """Otherwise the caller would give up before it learns who holds the lock."""
+    async with stores(tmp_path / "x.db") as (store,):
+        await store.grant(TTL_S)
+        lease = await store.grant(1.2)  # requests of such a session time out after 0.2 s
+        blocking = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+        blocking.execute("BEGIN IMMEDIATE")
+        with pytest.raises(
+            StoreUnavailable, match=r"for 0.12 s .* locked for writing by this process"
+        ):
+            await store.create("k", b"v", lease)
+        blocking.execute("COMMIT")
+        blocking.close()
 
 
 async def test_reads_work_while_another_connection_writes(tmp_path: Path) -> None:
@@ -580,7 +640,7 @@ async def test_revoking_ends_the_lease_even_if_the_database_is_stuck(
         def begin(batch: object, how: str) -> None:
             raise StoreUnavailable("stuck")
 
-        monkeypatch.setattr(owner._database, "_begin", begin)
+        monkeypatch.setattr(owner._database.thread, "_begin", begin)
         await owner.revoke(lease)
         async with asyncio.timeout(10):
             await notified.wait()
@@ -598,9 +658,10 @@ def test_a_loop_may_end_without_closing_the_store(tmp_path: Path) -> None:
 
     run(test)
     store = kept[0]
-    store._database._queue.put(None)
-    store._database._thread.join(10)
-    assert not store._database._thread.is_alive()
+    thread = store._database.thread
+    thread._queue.put(None)
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()
     store._inbox.close()
     run(lambda: _use(tmp_path / "x.db"))
 

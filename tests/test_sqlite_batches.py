@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doyen.stores.sqlite import SQLiteStore, tables
-from doyen.stores.sqlite.leases import LocalLeases
-from doyen.stores.sqlite.tables import SCHEMA, Transaction
+from doyen.stores.sqlite.tables import SCHEMA, HandleChanges, Transaction
 from test_sqlite import TTL_S, stores
 
 
 async def taken(store: SQLiteStore) -> None:
     """Wait until the thread of the database has what was submitted, and waits for the lock."""
     await asyncio.sleep(0.01)
-    while not store._database._queue.empty():  # noqa: ASYNC110
+    while not store._database.thread._queue.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.01)
 
@@ -31,10 +30,10 @@ async def test_operations_that_arrive_while_the_lock_is_waited_for_share_a_trans
 ) -> None:
     async with stores(tmp_path / "doyen.db", 2) as (store, other):
         lease, others = await store.grant(TTL_S), await other.grant(TTL_S)
-        commits: list[Transaction] = []
+        commits: list[HandleChanges] = []
         deliver = store._database.deliver
 
-        def note(committed: Transaction) -> None:
+        def note(committed: HandleChanges) -> None:
             commits.append(committed)
             deliver(committed)
 
@@ -99,11 +98,11 @@ def test_the_owners_of_a_scope_are_the_same_by_entry_and_by_lease(
     owners = {
         lease for key, lease in rows.items() if lease and (key == "s" or key.startswith("s/"))
     }
-    view = Transaction(connection.execute, cast("LocalLeases", None), "", writable=True)
+    view = Transaction(connection.execute, writable=True)
     for many in (0, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Transaction, "_are_many", lambda self, scope, many=many: not many)
-            assert view._owners("s") == owners
+            assert view._read_owners("s") == owners
     connection.close()
     assert tables._MANY > 1
 
@@ -128,8 +127,8 @@ async def test_a_refresh_shares_the_transaction_of_those_who_were_notified(tmp_p
     the change is committed that they were notified of."""
     async with stores(tmp_path / "doyen.db") as (store,):
         await store.watch("k", lambda: None)
-        queue = _Recording(store._database._queue)
-        store._database._queue = cast(Any, queue)
+        queue = _Recording(store._database.thread._queue)
+        store._database.thread._queue = cast(Any, queue)
         (tag,) = store._watches._by_tag
         store._watches._refresh({tag: "k"}, again=False)
         assert queue.puts == []

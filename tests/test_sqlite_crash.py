@@ -28,13 +28,19 @@ from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, Store, open_store
 from doyen.stores.sqlite import SQLiteStore, database, tables
 from doyen.stores.sqlite.connection import LocalConnection
-from doyen.stores.sqlite.database import Database
+from doyen.stores.sqlite.database import DatabaseThread
 from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.tables import Transaction
 from test_sqlite_batches import taken
 
 TTL_S = 30.0
 LOG_HEADER, FRAME_HEADER = 32, 24
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handles of these tests stand for processes, which share no connection."""
+    monkeypatch.setattr(DatabaseThread, "_is_joinable", lambda self: False)
 
 
 class Disk:
@@ -119,6 +125,7 @@ def simulated(disk: Disk) -> Iterator[None]:
         patch.setattr(LocalConnection, "save", noted_save)
         patch.setattr(LocalConnection, "disconnect", noted_disconnect)
         patch.setattr(database, "_SAVED_AFTER", 25)
+        patch.setattr(database, "_IDLE_S", 0.0)
         yield
 
 
@@ -330,16 +337,17 @@ async def test_numbers_are_reserved_and_saved_after_a_fork(
     """The connection may be closed between the answer and what follows it."""
     monkeypatch.setattr(tables, "BLOCK", 4)
     monkeypatch.setattr(database, "_SAVED_AFTER", 1)
+    monkeypatch.setattr(database, "_SAVED_AT_LATEST", 1)
     store = await opened(tmp_path / "doyen.db")
-    post = Database._post
+    post = DatabaseThread._post
 
-    def forking(self: Database, *args: Any) -> None:
+    def forking(self: DatabaseThread, *args: Any) -> None:
         post(self, *args)
         if self.connection._connection is not None:
             connections().before_fork()
             connections().after_fork()
 
-    monkeypatch.setattr(Database, "_post", forking)
+    monkeypatch.setattr(DatabaseThread, "_post", forking)
     confirmed = await numbers(store, 5)
     assert confirmed == [*range(1, 16)]
     await store.close()

@@ -11,13 +11,14 @@ lease and each handle has its small files. The parts:
     leases     leases as files: kernel lock, renewal by a plain write, irrevocable end
     inbox      the FIFO through which writers notify watchers
     tables     the tables, and the operations of a transaction
-    database   the thread that executes operations, in batches
+    database   the thread that executes the operations of all handles, in batches
     connection the connection to the file: waiting for the lock, forks, failures
     watches    watches, and monitors of the leases that own what is watched
     diagnosis  findings for `doyen doctor`
 
-A handle has one thread and four descriptors, two more for each lease that it holds, and one and a
-timer for each lease that owns something it watches. Without watches it never wakes up.
+The handles of one process share a thread and a connection, which has three descriptors. Each has
+one more, two for each lease that it holds, and one and a timer for each lease that owns something
+it watches. Without watches it never wakes up.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, TypeVar
 
+from doyen._waiting import shared
 from doyen.errors import LeaseGone, StoreError
 from doyen.events import LeaseEnded
 from doyen.lease.clock import boot_id
@@ -105,6 +107,8 @@ class SQLiteStore(GuardedStore):
     async def grant(self, ttl_s: float) -> Lease:
         self._require_usable()
         granted_s = max(ttl_s, self.capabilities.ttl_min_s)
+        # Below the request timeout, so that the error names the process that holds the lock.
+        self._database.patience_s = min(self._database.patience_s, granted_s / 10)
         try:
             return Lease(self._leases.grant(granted_s), granted_s)
         except OSError as error:
@@ -244,9 +248,13 @@ class SQLiteStore(GuardedStore):
         if not self._leases.looks_only:
             return
         self._leases.looks_only = False
-        undecided: set[str] = set()
+        thread, undecided = self._database.thread, set[str]()
+        if thread.sweeping is None or thread.sweeping.done():
+            thread.sweeping = self._database.submit(
+                lambda tables: self._sweep(tables, undecided), writes=False
+            )
         with suppress(StoreError):  # what is left is removed when it is next read
-            await self._database.submit(lambda tables: self._sweep(tables, undecided), writes=False)
+            await shared(thread.sweeping)
             self._watches.follow(undecided)
 
     def _sweep(self, tables: Transaction, undecided: set[str]) -> None:

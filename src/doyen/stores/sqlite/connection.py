@@ -24,14 +24,15 @@ from doyen.stores.sqlite.forks import FileId, connections, inherited
 from doyen.stores.sqlite.location import translate_os
 from doyen.stores.sqlite.tables import APPLICATION_ID, MIGRATION, SCHEMA, SCHEMA_VERSION
 
-__all__ = ["OPEN_PATIENCE_S", "Durability", "LocalConnection", "ends_transaction"]
+__all__ = ["OPEN_PATIENCE_S", "PATIENCE_S", "Durability", "LocalConnection", "ends_transaction"]
 
 Durability = Literal["NORMAL", "FULL"]
 """Whether a commit is on disk before it is confirmed (FULL), or in order (NORMAL)."""
 
 PATIENCE_S = 0.5
 """How long to wait for the write lock while no other process commits. It is below the request
-timeout at the default ttl, so that the error names the process that holds the lock."""
+timeout at the default ttl, so that the error names the process that holds the lock. A handle with
+shorter leases waits for a shorter time."""
 OPEN_PATIENCE_S = 5.0
 """The same while a store is opened. A caller of `open` does not try again, as candidates do, and on
 a busy disk a commit of another process can take more than `PATIENCE_S`."""
@@ -43,6 +44,12 @@ _LONGEST_LOG = 10_000
 handle has not done so before."""
 _WRITE_LOCK = 120
 """The byte of the -shm file that SQLite locks to write (walformat, "WAL locks")."""
+
+_unsynced: set[FileId] = set()
+"""Files of which this process could not force a write to disk. The kernel reports that once, and
+may have dropped the data: a later write that succeeds does not show that what precedes it is on
+disk."""
+_UNSYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 
 class LocalConnection:
@@ -94,10 +101,17 @@ class LocalConnection:
             return self._file or _file_at(self.path)
         return None
 
+    @property
+    def opened(self) -> bool:
+        """Whether a file was opened, now or earlier."""
+        return self._file is not None
+
     def in_place(self) -> bool:
-        """Whether the open file is still the one at the path. Raises `FileNotFoundError` if there
-        is none."""
-        return _file_at(self.path) == self._file
+        """Whether the open file is still the one at the path."""
+        try:
+            return _file_at(self.path) == self._file
+        except FileNotFoundError:
+            return False
 
     def open(self) -> None:
         """Open or create the database, in WAL mode."""
@@ -120,6 +134,7 @@ class LocalConnection:
         try:
             self.execute("COMMIT")
         except sqlite3.OperationalError as error:
+            self._note_unsynced(error)
             unwritten = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_WRITE
             if unwritten or _code(error) != sqlite3.SQLITE_IOERR:
                 raise
@@ -131,7 +146,15 @@ class LocalConnection:
 
     def save(self) -> None:
         """Copy the log to the database."""
-        self.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        try:
+            self.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.OperationalError as error:
+            self._note_unsynced(error)
+            raise
+
+    def _note_unsynced(self, error: sqlite3.OperationalError) -> None:
+        if getattr(error, "sqlite_errorcode", 0) in _UNSYNCED and self._file is not None:
+            _unsynced.add(self._file)
 
     def roll_back(self) -> None:
         try:
@@ -149,6 +172,13 @@ class LocalConnection:
     ) -> None:
         """Begin a transaction, waiting for the lock with short, growing, jittered pauses, while it
         is wanted. Without a level it only reads."""
+        if level is not None and self._file in _unsynced:
+            raise StoreUnusable(
+                f"the disk failed to confirm a write to {self.path}, so it is not known what is on"
+                " disk, and this process writes nothing more to it: check the disk and the kernel's"
+                " log, then start all processes that use the file again; if the file is restored,"
+                " open it with token_floor above the highest token ever issued"
+            )
         patience_s = self.patience_s if patience_s is None else patience_s
         pause_s = _PAUSE_S
         yields = _YIELDS
@@ -266,14 +296,14 @@ class LocalConnection:
         if self._is_new():
             for statement in SCHEMA:
                 self.execute(statement)
-        self.execute("COMMIT")
+        self.commit()
 
     def _migrate(self) -> None:
         self.begin("FULL", patience_s=OPEN_PATIENCE_S)
         if self._patiently("PRAGMA user_version") < SCHEMA_VERSION:
             for statement in MIGRATION:
                 self.execute(statement)
-        self.execute("COMMIT")
+        self.commit()
 
     def _patiently(self, statement: str) -> Any:
         """The single value of a statement, retried while another process holds the lock."""

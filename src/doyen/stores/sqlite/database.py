@@ -1,28 +1,33 @@
-"""The database of one handle: a thread that executes its operations in batches.
+"""The database of a handle: a thread that executes its operations in batches.
 
-All SQL runs on one thread, which executes all pending operations in one transaction, those that
-arrive while it waits for the write lock included. A thousand candidates of one session therefore
-cost few commits, and a slow disk never blocks the loop on which leases are renewed. Commits that
-put a value (not a relaxed one), or raise the ceiling of the numbers, are on disk before they are
-confirmed (`synchronous=FULL`). Others can be lost, from the last one on, when the machine crashes
-(`NORMAL`); what that means for tokens is in `tables`. The log is copied to the database between two
-batches, when the callers have their answers.
+All handles on one file that belong to one loop share a connection and its thread. All SQL runs on
+that thread, which executes all pending operations in one transaction, those that arrive while it
+waits for the write lock included. A thousand candidates, of one session or of a thousand sessions
+of one process, therefore cost few commits, and a slow disk never blocks the loop on which leases
+are renewed. Each handle keeps its own leases, inbox and watches.
+
+Commits that put a value (not a relaxed one), or raise the ceiling of the numbers, are on disk
+before they are confirmed (`synchronous=FULL`). Others can be lost, from the last one on, when the
+machine crashes (`NORMAL`); what that means for tokens is in `tables`. The log is copied to the
+database when there is nothing else to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from doyen.errors import StoreError
+from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.sqlite.connection import (
     OPEN_PATIENCE_S,
+    PATIENCE_S,
     Durability,
     LocalConnection,
     ends_transaction,
@@ -30,23 +35,28 @@ from doyen.stores.sqlite.connection import (
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory
-from doyen.stores.sqlite.tables import DurableNeeded, Transaction, WriteNeeded
+from doyen.stores.sqlite.tables import DurableNeeded, HandleChanges, Transaction, WriteNeeded
 
-__all__ = ["Database"]
+__all__ = ["Database", "DatabaseThread"]
 
 T = TypeVar("T")
 
 _BATCH = 256
-_SAVED_AFTER = 100
-"""After how many of its own commits a handle copies the log to the database."""
+_SAVED_AFTER, _SAVED_AT_LATEST = 100, 10
+"""After how many of its own commits a connection copies the log to the database, if nothing else is
+to be done; and after how many times as many in any case."""
+_IDLE_S = 1.0
+"""Nothing is to be done if there was no operation for this long. The copy waits for the disk, and
+an operation that arrives meanwhile waits for the copy."""
 _LATER_S = 0.001
 """How long an operation waits that is to share the transaction of the next."""
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """A pending operation on the tables, and the future of its result."""
+    """A pending operation of a handle on the tables, and the future of its result."""
 
+    handle: Database
     run: Callable[[Transaction], Any]
     answer: asyncio.Future[Any]
     writes: bool
@@ -55,8 +65,15 @@ class _Operation:
     error: BaseException | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Admission(_Operation):
+    """The admission of a handle. It has a transaction of its own."""
+
+    patience_s: float | None = None
+
+
 class Database:
-    """A connection with its thread. `submit` is called from the loop, as is `deliver`."""
+    """The database as one handle uses it. `submit` is called from the loop, as is `deliver`."""
 
     def __init__(
         self,
@@ -66,83 +83,169 @@ class Database:
         leases: LocalLeases,
         inbox: Inbox,
     ) -> None:
-        self.connection = LocalConnection(path)
+        self.leases = leases
+        self.inbox = inbox
+        self.directory = directory
         self.stale: deque[int] = deque()
         """Tags of watches that were closed; their rows go with the next write."""
-        self.deliver: Callable[[Transaction], None] = lambda committed: None
-        """Receives each write transaction that was committed."""
+        self.deliver: Callable[[HandleChanges], None] = lambda changes: None
+        """Receives what each write transaction that was committed has changed for this handle."""
         self.serves = False
         """Whether the database was opened."""
+        self.patience_s = PATIENCE_S
+        """How long to wait for the write lock while no other process commits."""
+        self.left = False
+        """Whether the handle was closed."""
+        self.thread = DatabaseThread.of(path, loop)
         self._loop = loop
-        self._directory = directory
-        self._leases = leases
-        self._inbox = inbox
-        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
-        self._later: list[_Operation] = []
-        self._first: _Operation | None = None
-        """An operation that was taken from the queue, and belongs to the next batch."""
-        self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
-        self._seen = 0
-        """The latest number that a transaction of this handle has seen."""
-        self._unsaved = 0
-        """Commits since this handle has last copied the log to the database."""
+
+    @property
+    def connection(self) -> LocalConnection:
+        return self.thread.connection
 
     async def open(self) -> None:
-        """Start the thread and open the database on it."""
-        self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._thread.start()
-        await self._opened
+        """Open the database, unless another handle has, and make the inbox."""
+        await self.thread.admit(self)
+        self.serves = True
 
     def submit(
         self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
     ) -> asyncio.Future[T]:
         """Queue an operation. Cancelling the future prevents it only before its transaction
         begins."""
-        self._submit_later_ones()
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Operation(run, answer, writes, durable))
+        self.thread.submit(_Operation(self, run, answer, writes, durable))
         return answer
 
     def submit_later(self, run: Callable[[Transaction], T]) -> asyncio.Future[T]:
         """Queue an operation that writes together with the next, before it, or in a moment."""
         answer: asyncio.Future[T] = self._loop.create_future()
+        self.thread.submit_later(_Operation(self, run, answer, writes=True, durable=False))
+        return answer
+
+    async def close(self) -> None:
+        """Leave the thread. It ends with the last handle."""
+        if not self.left:
+            self.left = True
+            await self.thread.dismiss(self)
+
+    def in_place(self) -> bool:
+        """Whether the open files are still those at the path."""
+        return self.connection.in_place() and self.inbox.in_place()
+
+    def alone(self) -> bool:
+        """Whether no other handle is known to be alive. Under the write lock."""
+        files = self.directory.files().items()
+        return not self.inbox.any_other_read(name for name, parts in files if "inbox" in parts)
+
+
+class DatabaseThread:
+    """A connection with its thread, shared by handles. Its public methods are called from the
+    loop."""
+
+    def __init__(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.connection = LocalConnection(path)
+        self.sweeping: asyncio.Future[None] | None = None
+        """Removes leftovers of dead processes, for all handles that are about to take part."""
+        self._loop = loop
+        self._users = 0
+        self._handles: Mapping[str, Database] = {}
+        """The handles that were admitted, by inbox. Both threads read it, so it is replaced and
+        never changed."""
+        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._later: list[_Operation] = []
+        self._first: _Operation | None = None
+        """An operation that was taken from the queue, and belongs to the next batch."""
+        self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
+        self._opened: asyncio.Future[None] | None = None
+        """Done when the connection was opened, or could not be."""
+        self._failure: BaseException | None = None
+        """Why it could not be opened."""
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._seen = 0
+        """The latest number that a transaction of this connection has seen."""
+        self._unsaved = 0
+        """Commits since this connection has last copied the log to the database."""
+
+    @classmethod
+    def of(cls, path: str, loop: asyncio.AbstractEventLoop) -> DatabaseThread:
+        """The thread for a new handle, which must be dismissed in the end."""
+        key = (os.getpid(), id(loop), path)
+        thread = _threads.get(key)
+        if thread is None or not thread._is_joinable():
+            thread = _threads[key] = cls(path, loop)
+        thread._users += 1
+        return thread
+
+    def _is_joinable(self) -> bool:
+        """Whether a new handle would open the same file."""
+        return self._failure is None and (not self.connection.opened or self.connection.in_place())
+
+    async def admit(self, handle: Database) -> None:
+        """Admit a handle. For the first one, the thread is started and opens the connection."""
+        starts = self._opened is None
+        if self._opened is None:
+            self._opened = self._loop.create_future()
+            self._thread.start()
+        if not self._opened.done():
+            await asyncio.wait({self._opened})
+        if self._failure is not None:
+            raise self.connection.translate(self._failure, copy=not starts)
+        # Other handles are served between the tries.
+        patience_s = OPEN_PATIENCE_S if starts else None
+        give_up_at = self._loop.time() + OPEN_PATIENCE_S
+        while True:
+            answer: asyncio.Future[None] = self._loop.create_future()
+            admission = _Admission(handle, _nothing, answer, True, False, patience_s=patience_s)
+            self._queue.put(admission)
+            try:
+                await answer
+                break
+            except StoreUnavailable:
+                if starts or self._loop.time() >= give_up_at:
+                    raise
+        self._handles = {**self._handles, handle.inbox.name: handle}
+
+    def submit(self, operation: _Operation) -> None:
+        self._submit_later_ones()
+        self._queue.put(operation)
+
+    def submit_later(self, operation: _Operation) -> None:
         if not self._later:
             self._loop.call_later(_LATER_S, self._submit_later_ones)
-        self._later.append(_Operation(run, answer, writes=True, durable=False))
-        return answer
+        self._later.append(operation)
 
     def _submit_later_ones(self) -> None:
         later, self._later = self._later, []
         for operation in later:
             self._queue.put(operation)
 
-    async def close(self) -> None:
-        """Execute what is queued, close the connection and end the thread."""
+    async def dismiss(self, handle: Database) -> None:
+        """A handle was closed. With the last one, what is queued is executed, the connection is
+        closed and the thread ends."""
+        self._handles = {name: each for name, each in self._handles.items() if each is not handle}
+        self._users -= 1
+        if self._users:
+            return
+        for key in [key for key, thread in list(_threads.items()) if thread is self]:
+            del _threads[key]
         self._submit_later_ones()
         if self._thread.ident is not None:
             self._queue.put(None)
             await self._ended
             self._thread.join()
 
-    def in_place(self) -> bool:
-        """Whether the open files are still those at the path."""
-        try:
-            return self.connection.in_place() and self._inbox.in_place()
-        except FileNotFoundError:
-            return False
-
     def _serve(self) -> None:
         """The database thread."""
         try:
             with self.connection.inside():
-                self._start()
-        except BaseException as error:  # noqa: BLE001 (raised by open)
+                self.connection.open()
+        except BaseException as error:  # noqa: BLE001 (raised by admit)
             self.connection.close()
-            self._post(_settle, self._opened, None, self.connection.translate(error))
+            self._failure = self.connection.translate(error)
+            self._post(_settle, self._opened, None, None)
             self._post(_settle, self._ended, None, None)
             return
-        self.serves = True
         self._post(_settle, self._opened, None, None)
         while batch := self._take():
             with self.connection.inside():
@@ -155,21 +258,37 @@ class Database:
         self._post(_settle, self._ended, None, None)
 
     def _take(self) -> list[_Operation]:
-        """All pending operations; empty when the database is closed."""
-        first, self._first = self._first or self._queue.get(), None
+        """All pending operations, or one admission; empty when the last handle was closed."""
+        first, self._first = self._first or self._next(), None
         if first is None:
             return []
+        if isinstance(first, _Admission):
+            return [first]
         return [first, *self._pending(_BATCH - 1)]
 
+    def _next(self) -> _Operation | None:
+        if self._unsaved >= _SAVED_AFTER:
+            try:
+                return self._queue.get(timeout=_IDLE_S)
+            except Empty:
+                with self.connection.inside():
+                    self._save()
+        return self._queue.get()
+
     def _pending(self, number: int) -> Iterator[_Operation]:
-        """The operations that are in the queue by now."""
+        """The operations that are in the queue by now, up to an admission."""
         for _ in range(number):
+            if self._first is not None:
+                return
             try:
                 operation = self._queue.get_nowait()
             except Empty:
                 return
             if operation is None:
                 self._queue.put(None)
+                return
+            if isinstance(operation, _Admission):
+                self._first = operation
                 return
             yield operation
 
@@ -195,12 +314,16 @@ class Database:
         for operation in batch:
             _settle(operation.answer, operation.result, operation.error)
         if committed is not None:
-            self.deliver(committed)
+            for changes in committed.changes.values():
+                changes.handle.deliver(changes)
 
     def _carry_out(self, batch: list[_Operation]) -> Transaction | None:
         """Execute the operations. Returns the transaction if it wrote and was committed."""
         wanted = [operation for operation in batch if not operation.answer.cancelled()]
         if not wanted:
+            return None
+        if isinstance(wanted[0], _Admission):
+            self._admit(wanted[0])
             return None
         try:
             self.connection.reconnect()
@@ -230,15 +353,24 @@ class Database:
             self.connection.reconnect()
             if committed.is_low:
                 self._write([], [], durable=True)
-            if self._unsaved >= _SAVED_AFTER:
-                self._unsaved = 0
-                self.connection.save()
+        except (sqlite3.Error, OSError, StoreError):
+            self.connection.roll_back()
+        if self._unsaved >= _SAVED_AFTER * _SAVED_AT_LATEST:
+            self._save()
+
+    def _save(self) -> None:
+        """Copy the log to the database. If it fails, SQLite does it when it has become long."""
+        self._unsaved = 0
+        try:
+            self.connection.reconnect()
+            self.connection.save()
         except (sqlite3.Error, OSError, StoreError):
             self.connection.roll_back()
 
     def _attempt(self, batch: list[_Operation], tables: Transaction) -> None:
         """Execute each operation. Its error is its own, unless the whole transaction is lost."""
         for operation in batch:
+            tables.act_for(operation.handle)
             try:
                 operation.result, operation.error = operation.run(tables), None
             except (WriteNeeded, DurableNeeded):
@@ -250,9 +382,7 @@ class Database:
 
     def _read(self, batch: list[_Operation]) -> None:
         self._begin(batch, None)
-        if not self.in_place():  # what others do is in another file
-            raise self.connection.replaced()
-        self._attempt(batch, self._transaction(writable=False))
+        self._attempt(self._in_place(batch), self._transaction(writable=False))
         self.connection.execute("COMMIT")
 
     def _write(
@@ -264,14 +394,24 @@ class Database:
         self._begin(wanted, "FULL" if durable else "NORMAL")
         if wanted:
             self._join(wanted, batch)
-        if not self.in_place():
-            raise self.connection.replaced()
+        present = self._in_place(wanted)
         tables = self._transaction(writable=True)
-        self._attempt(wanted, tables)
-        tables.finish(self.stale, self._inbox.send)
+        self._attempt(present, tables)
+        tables.finish(self._handles)
         self.connection.commit()
         self._seen = max(self._seen, tables.latest or 0)
         return tables
+
+    def _in_place(self, batch: list[_Operation]) -> list[_Operation]:
+        """The operations of handles whose files are still at the path. Others fail: what other
+        processes do is in other files."""
+        if not self.connection.in_place():
+            raise self.connection.replaced()
+        lost = {each for each in {each.handle for each in batch} if not each.inbox.in_place()}
+        for operation in batch if lost else ():
+            if operation.handle in lost:
+                operation.error = self.connection.replaced()
+        return [each for each in batch if each.handle not in lost] if lost else batch
 
     def _begin(self, batch: list[_Operation], level: Durability | None) -> None:
         """Begin a transaction, unless all callers stop waiting for it."""
@@ -279,35 +419,49 @@ class Database:
         def wanted() -> bool:
             return not batch or not all(operation.answer.cancelled() for operation in batch)
 
-        self.connection.begin(level, wanted=wanted)
+        patience_s = max((each.handle.patience_s for each in batch), default=PATIENCE_S)
+        patience_s = min(patience_s, self.connection.patience_s)
+        self.connection.begin(level, patience_s=patience_s, wanted=wanted)
 
     def _transaction(self, *, writable: bool) -> Transaction:
         return Transaction(
             self.connection.execute,
-            self._leases,
-            self._inbox.name,
             writable=writable,
             durable=self.connection.synchronous == "FULL",
             seen=self._seen,
         )
 
-    def alone(self) -> bool:
-        """Whether no other handle is known to be alive. Under the write lock."""
-        files = self._directory.files().items()
-        return not self._inbox.any_other_read(name for name, parts in files if "inbox" in parts)
+    def _admit(self, admission: _Admission) -> None:
+        """Make the inbox of a handle. If no other is alive, the numbers begin at the ceiling."""
+        handle = admission.handle
+        try:
+            self.connection.reconnect()
+            handle.directory.make()
+            self.connection.begin(
+                "NORMAL",
+                patience_s=admission.patience_s,
+                wanted=lambda: not admission.answer.cancelled(),
+            )
+            if not self.connection.in_place():
+                raise self.connection.replaced()
+            if handle.alone():
+                tables = self._transaction(writable=True)
+                tables.begin_at_ceiling()
+                tables.finish({})
+            if not handle.left:
+                handle.inbox.make()
+            self.connection.execute("COMMIT")
+        except Exception as error:  # noqa: BLE001 (raised by admit)
+            self.connection.roll_back()
+            admission.error = self.connection.translate(error)
 
-    def _start(self) -> None:
-        """Open or create the database, and make the inbox."""
-        connection = self.connection
-        connection.open()
-        self._directory.make()
-        connection.begin("NORMAL", patience_s=OPEN_PATIENCE_S)
-        if self.alone():
-            tables = self._transaction(writable=True)
-            tables.begin_at_ceiling()
-            tables.finish(self.stale, self._inbox.send)
-        self._inbox.make()
-        connection.execute("COMMIT")
+
+_threads: dict[tuple[int, int, str], DatabaseThread] = {}
+"""By process, loop and path. The child of a fork has none of them."""
+
+
+def _nothing(_: Transaction) -> None:
+    pass
 
 
 def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

@@ -30,11 +30,12 @@ from __future__ import annotations
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from doyen.errors import ConfigError, LeaseGone, TicketGone
 from doyen.model import Entry, Version
 from doyen.stores.port import Creation, Looked
+from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "DurableNeeded",
+    "Handle",
+    "HandleChanges",
     "Transaction",
     "WriteNeeded",
 ]
@@ -108,38 +111,75 @@ class DurableNeeded(Exception):
     """The transaction needs a number above the ceiling."""
 
 
+class Handle(Protocol):
+    """The handle that an operation belongs to."""
+
+    leases: LocalLeases
+    inbox: Inbox
+    stale: deque[int]
+    """Tags of watches that were closed."""
+    deliver: Callable[[HandleChanges], None]
+
+
+class HandleChanges:
+    """What a transaction changes for one handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.touched: dict[int, str] = {}
+        """The scopes of the handle in which something changed, by tag."""
+        self.owners: dict[int, frozenset[str]] = {}
+        """By tag, the leases that something in the scope is bound to, as of this transaction."""
+        self.reread: dict[int, str] = {}
+        """Scopes of the handle whose watchers were notified already."""
+        self.verdicts: dict[str, LeaseFileVerdict] = {}
+
+
 class Transaction:
-    """One transaction, under way."""
+    """One transaction, under way. Its operations may belong to several handles."""
 
     def __init__(
         self,
         execute: Callable[..., sqlite3.Cursor],
-        leases: LocalLeases,
-        inbox: str,
         *,
         writable: bool,
         durable: bool = False,
         seen: int = 0,
     ) -> None:
         """`durable`: the commit is on disk before it is confirmed. `seen` is the latest number that
-        this handle has seen."""
+        this process has seen."""
         self._execute = execute
         self._durable = durable
         self._seen = seen
-        self._leases = leases
-        self._inbox = inbox
         self._writable = writable
-        self._verdicts: dict[str, LeaseFileVerdict] = {}
+        self._current: HandleChanges
+        self.changes: dict[str, HandleChanges] = {}
+        """What it changes for each handle of this process that it concerns, by inbox."""
+        self._owners_of: dict[str, frozenset[str]] = {}
+        self._alive: dict[str, LeaseFileVerdict] = {}
+        """Verdicts that are the same for all handles."""
         self._revision: int | None = None
         self._ceiling = 0
         self._counted = False
         self._changed: set[str] = set()
-        self._reread: dict[int, str] = {}
-        """Scopes of this handle whose watchers were notified already."""
-        self.touched: dict[int, str] = {}
-        """The scopes of this handle in which something changed, by tag."""
-        self.owners: dict[int, frozenset[str]] = {}
-        """By tag, the leases that something in the scope is bound to, as of this transaction."""
+
+    def act_for(self, handle: Handle) -> None:
+        """The operations that follow belong to this handle."""
+        self._current = self._changes_of(handle)
+
+    def _changes_of(self, handle: Handle) -> HandleChanges:
+        changes = self.changes.get(handle.inbox.name)
+        if changes is None:
+            changes = self.changes[handle.inbox.name] = HandleChanges(handle)
+        return changes
+
+    @property
+    def _leases(self) -> LocalLeases:
+        return self._current.handle.leases
+
+    @property
+    def _inbox(self) -> str:
+        return self._current.handle.inbox.name
 
     def get(self, key: str) -> Entry | None:
         row = self._execute(_ENTRY + "WHERE key = ?", (key,)).fetchone()
@@ -222,33 +262,38 @@ class Transaction:
 
     def watch(self, scope: str, tag: int) -> None:
         self._execute("INSERT OR REPLACE INTO watches VALUES (?, ?, ?)", (scope, self._inbox, tag))
-        self.owners[tag] = self._owners(scope)
+        self._current.owners[tag] = self._owners(scope)
 
     def refresh(self, scopes: Mapping[int, str], *, notify: bool) -> None:
         """Something may have changed in these scopes of this handle."""
-        (self.touched if notify else self._reread).update(scopes)
+        (self._current.touched if notify else self._current.reread).update(scopes)
 
-    def finish(self, stale: deque[int], send: Send) -> None:
-        """Settle everything that goes with the changes; the commit is to follow at once."""
+    def finish(self, handles: Mapping[str, Handle]) -> None:
+        """Settle everything that goes with the changes; the commit is to follow at once. `handles`
+        are those that get what concerns them after the commit, by inbox: others are notified
+        now."""
         if self._durable:
             self.reserve()
         if self._revision is not None:
             counter = (self._revision, self._ceiling)
             self._execute("UPDATE counter SET revision = ?, ceiling = ?", counter)
-        while stale:
-            own = (self._inbox, stale.popleft())
-            self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", own)
+        for inbox, changes in self.changes.items():
+            while changes.handle.stale:
+                own = (inbox, changes.handle.stale.popleft())
+                self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", own)
         others: dict[str, set[int]] = {}
         for inbox, tag, scope in self._watching():
-            if inbox == self._inbox:
-                self.touched[tag] = scope
+            if (handle := handles.get(inbox)) is not None:
+                self._changes_of(handle).touched[tag] = scope
             else:
                 others.setdefault(inbox, set()).add(tag)
         for inbox, tags in others.items():
-            if not send(inbox, tags):
+            if not self._current.handle.inbox.send(inbox, tags):
                 self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
-        for tag, scope in (self._reread | self.touched).items():
-            self.owners[tag] = self._owners(scope)
+        self._owners_of.clear()  # as of before the last operation
+        for changes in self.changes.values():
+            for tag, scope in (changes.reread | changes.touched).items():
+                changes.owners[tag] = self._owners(scope)
 
     def leases(self) -> set[str]:
         """Every lease that a row is bound to."""
@@ -318,9 +363,12 @@ class Transaction:
         return Entry(key, value, revision, version, lease, verdict.remaining_s)
 
     def _judge(self, lease: str) -> LeaseFileVerdict:
-        verdict = self._verdicts.get(lease)
+        verdicts = self._current.verdicts
+        verdict = self._alive.get(lease) or verdicts.get(lease)
         if verdict is None:
-            verdict = self._verdicts[lease] = self._leases.judge(lease)
+            verdict = verdicts[lease] = self._leases.judge(lease)
+            if not verdict.ended and verdict.remaining_s is not None:
+                self._alive[lease] = verdict
         return verdict
 
     def _require(self, lease: str) -> float | None:
@@ -365,6 +413,12 @@ class Transaction:
         return following
 
     def _owners(self, scope: str) -> frozenset[str]:
+        found = self._owners_of.get(scope)
+        if found is None:
+            found = self._owners_of[scope] = self._read_owners(scope)
+        return found
+
+    def _read_owners(self, scope: str) -> frozenset[str]:
         query = "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION "
         query += _OF_EACH if self._are_many(scope) else _OF_ENTRIES
         return frozenset(lease for (lease,) in self._execute(query, (scope, *_under(scope))))

@@ -2,10 +2,10 @@
 
 Two things change what a watcher sees, and the loop waits for a descriptor for each:
 
-- *A write.* The watches of a handle are rows in the database (scope, inbox, tag). The writer sends
-  the tag to the inbox before it commits. The receiver then notifies its watchers, and queues a
-  `refresh`, which waits for the write lock, before the first thing that they read. So they see the
-  commit.
+- *A write.* The watches of a handle are rows in the database (scope, inbox, tag). A writer with the
+  same connection notifies them after its commit. Any other sends the tag to the inbox before it
+  commits. The receiver then notifies its watchers, and queues a `refresh`, which waits for the
+  write lock, before the first thing that they read. So they see the commit.
 - *The end of a lease.* Each lease that owns entries in a watched scope has one monitor, which all
   watches share: its FIFO ends with its owner, a timer reports its expiry, and `LocalLeases.judge`
   decides.
@@ -27,7 +27,7 @@ from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.sqlite.database import Database
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
-from doyen.stores.sqlite.tables import Transaction
+from doyen.stores.sqlite.tables import HandleChanges
 
 __all__ = ["LocalWatches"]
 
@@ -115,8 +115,8 @@ class LocalWatches:
             self._database.stale.append(scope.tag)
             self._monitor_owners(scope, frozenset())
 
-    def apply(self, committed: Transaction) -> None:
-        """Apply the outcome of a transaction."""
+    def apply(self, committed: HandleChanges) -> None:
+        """Apply the outcome of a transaction of this process."""
         if self._closed:
             return
         for tag, owners in committed.owners.items():

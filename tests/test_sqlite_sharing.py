@@ -1,0 +1,226 @@
+"""The handles of one process on a local store share a connection and its thread, and nothing
+else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+import doyen
+from doyen.errors import StoreUnusable
+from doyen.events import Event, LeaseEnded
+from doyen.stores.sqlite import SQLiteStore
+from doyen.stores.sqlite.connection import LocalConnection
+from doyen.stores.sqlite.database import DatabaseThread, _threads
+from test_sqlite import opened, until
+from test_sqlite_batches import taken
+
+TTL_S = 60.0
+
+
+def threads() -> int:
+    return sum(thread.name == "doyen-sqlite" for thread in threading.enumerate())
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The level of each commit from now on."""
+    levels: list[str] = []
+    commit = LocalConnection.commit
+
+    def noted(self: LocalConnection) -> None:
+        commit(self)
+        levels.append(self.synchronous)
+
+    monkeypatch.setattr(LocalConnection, "commit", noted)
+    return levels
+
+
+async def test_the_sessions_of_a_process_have_one_thread_until_the_last_is_closed(
+    tmp_path: Path,
+) -> None:
+    url, before = f"sqlite://{tmp_path}/x.db", threads()
+    sessions = [doyen.connect(url, ttl_s=TTL_S) for _ in range(30)]
+    for session in sessions:
+        await session.__aenter__()
+    assert threads() == before + 1
+    scopes = [session.member("g", name=f"m{n}") for n, session in enumerate(sessions)]
+    await asyncio.gather(*(scope.__aenter__() for scope in scopes))
+    assert len(await sessions[0].members("g")) == 30
+    await asyncio.gather(*(scope.__aexit__(None, None, None) for scope in scopes))
+    for session in sessions[:-1]:
+        await session.__aexit__(None, None, None)
+    assert threads() == before + 1
+    assert await sessions[-1].members("g") == []
+    await sessions[-1].__aexit__(None, None, None)
+    assert threads() == before
+
+
+async def test_what_many_handles_do_at_once_is_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.db"
+    handles = [await opened(path) for _ in range(30)]
+    leases = [await handle.grant(TTL_S) for handle in handles]
+    for handle, lease in zip(handles, leases, strict=True):
+        await handle.enqueue("line", b"", lease)  # from now on it takes part
+    commits = counted(monkeypatch)
+    blocking = sqlite3.connect(path, isolation_level=None)
+    blocking.execute("BEGIN IMMEDIATE")
+    creating = [asyncio.ensure_future(handles[0].create("k/0", b"", leases[0]))]
+    await taken(handles[0])
+    creating += [
+        asyncio.ensure_future(handles[n].create(f"k/{n}", b"", leases[n])) for n in range(1, 30)
+    ]
+    await asyncio.sleep(0.01)
+    blocking.execute("COMMIT")
+    blocking.close()
+    assert all(creation.won for creation in await asyncio.gather(*creating))
+    assert commits == ["NORMAL"]
+    found = [entry.lease for entry in await handles[0].list("k")]
+    assert sorted(map(str, found)) == sorted(lease.id for lease in leases)
+    for handle in handles:
+        await handle.close()
+
+
+async def test_a_write_notifies_the_watches_of_all_handles_after_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.db"
+    handles = [await opened(path) for _ in range(10)]
+    monkeypatch.setattr(DatabaseThread, "_is_joinable", lambda self: False)
+    another = await opened(path)  # as another process
+    assert len({handle._database.thread for handle in (*handles, another)}) == 2
+    seen: list[bytes | None] = []
+
+    async def look(handle: SQLiteStore) -> None:
+        entry = await handle.get("k")
+        seen.append(None if entry is None else entry.value)
+
+    tasks: list[asyncio.Task[None]] = []
+    for handle in (*handles, another):
+
+        def notified(handle: SQLiteStore = handle) -> None:
+            tasks.append(asyncio.ensure_future(look(handle)))
+
+        await handle.watch("k", notified)
+    commits = counted(monkeypatch)
+    entry = await handles[0].put("k", b"1", if_version=None)
+    await until(lambda: len(seen) == 11, "all have read it")
+    assert set(seen) == {b"1"}
+    assert commits.count("FULL") == 1
+    assert len(commits) <= 4  # the write, and what the other process reads under the lock
+    seen.clear()
+    commits.clear()
+    assert entry is not None
+    await another.put("k", b"2", if_version=entry.version)
+    await until(lambda: len(seen) == 11, "all have read it")
+    assert set(seen) == {b"2"}
+    assert len(commits) <= 4
+    for handle in (*handles, another):
+        await handle.close()
+
+
+async def test_each_handle_has_its_own_leases_and_hears_of_the_end_of_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.db"
+    ended: dict[str, list[Event]] = {"first": [], "second": []}
+    owner = await opened(path)
+    first = await opened(path, ended["first"].append)
+    second = await opened(path, ended["second"].append)
+    lease = await owner.grant(TTL_S)
+    assert (await owner.create("k", b"v", lease)).won
+    notified: list[str] = []
+    await first.watch("k", lambda: notified.append("first"))
+    await second.watch("k", lambda: notified.append("second"))
+    assert not (await first.create("k", b"", await first.grant(TTL_S))).won
+    owner._leases.release_all()  # as if its process had died
+    await until(lambda: set(notified) == {"first", "second"}, "both are notified")
+    assert await first.get("k") is None
+    assert await second.get("k") is None
+    assert ended["first"] == [LeaseEnded(lease=lease.id, cause="died")]
+    for handle in (owner, first, second):
+        await handle.close()
+
+
+async def test_a_handle_opens_what_is_at_the_path_now(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    before = await opened(path)
+    await before.put("k", b"before", if_version=None)
+    for file in ("x.db", "x.db-wal", "x.db-shm"):
+        os.rename(tmp_path / file, tmp_path / f"old-{file}")
+    after = await opened(path)
+    assert await after.get("k") is None
+    assert await after.put("k", b"after", if_version=None)
+    with pytest.raises(StoreUnusable, match="replaced while in use"):
+        await before.get("k")
+    again = await opened(path)
+    assert again._database.thread is after._database.thread
+    await again.close()
+    await before.close()
+    found = await after.get("k")
+    assert found is not None
+    assert found.value == b"after"
+    await after.close()
+
+
+async def test_a_handle_whose_inbox_was_removed_does_not_fail_the_others(tmp_path: Path) -> None:
+    first, second = [await opened(tmp_path / "x.db") for _ in range(2)]
+    (tmp_path / "x.db.sessions" / f"{first._inbox.name}.inbox").unlink()
+    failed, written = await asyncio.gather(
+        first.put("a", b"", if_version=None),
+        second.put("b", b"", if_version=None),
+        return_exceptions=True,
+    )
+    assert isinstance(failed, StoreUnusable)
+    assert not isinstance(written, BaseException)
+    assert written is not None
+    assert await second.get("a") is None
+    await first.close()
+    await second.close()
+
+
+async def test_handles_that_open_at_once_share_a_thread_or_its_failure(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    handles = await asyncio.gather(*(opened(path) for _ in range(5)))
+    assert len({handle._database.thread for handle in handles}) == 1
+    await asyncio.gather(*(handle.close() for handle in handles))
+    path.write_bytes(b"this is not a database" * 100)
+    outcomes = await asyncio.gather(*(opened(path) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(outcome, StoreUnusable) for outcome in outcomes)
+    assert len({id(outcome) for outcome in outcomes}) == 3
+    path.unlink()
+    again = await opened(path)
+    await again.close()
+    assert not [key for key in _threads if key[2] == str(path)]
+
+
+async def test_one_that_gives_up_opening_does_not_fail_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, entered, go_on = tmp_path / "x.db", threading.Event(), threading.Event()
+    real = LocalConnection.open
+
+    def slow(self: LocalConnection) -> None:
+        entered.set()
+        assert go_on.wait(10)
+        real(self)
+
+    monkeypatch.setattr(LocalConnection, "open", slow)
+    impatient = asyncio.ensure_future(opened(path))
+    patient = asyncio.ensure_future(opened(path))
+    await asyncio.to_thread(entered.wait, 10)
+    impatient.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    store = await patient
+    assert await store.put("k", b"", if_version=None)
+    assert os.listdir(tmp_path / "x.db.sessions") == [f"{store._inbox.name}.inbox"]
+    await store.close()
