@@ -455,13 +455,13 @@ def current_before_history(patch: pytest.MonkeyPatch) -> None:
 
 def kept_although_not_copied(patch: pytest.MonkeyPatch) -> None:
     """The writer begins with the version that it wrote last, whether or not the history has it."""
-    tidy = ConfigStore._tidy
+    tidy = ConfigStore.tidy
 
     async def careless(self: ConfigStore[Any], written: Versioned) -> None:
         await tidy(self, written)
         self._kept_version = written
 
-    patch.setattr(ConfigStore, "_tidy", careless)
+    patch.setattr(ConfigStore, "tidy", careless)
 
 
 def acknowledged_without_a_lease(patch: pytest.MonkeyPatch) -> None:

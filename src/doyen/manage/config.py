@@ -274,15 +274,14 @@ class ConfigStore(Generic[T]):
                 continue
             except BadDocument:
                 continue  # what another program has written meanwhile is read, and refused
-            await self._tidy(written)
             return written
 
     def _is_at(self, current: Versioned | None, version: int) -> bool:
         return (0 if current is None else current.version) == version
 
-    async def _tidy(self, written: Versioned) -> None:
-        """Copy the new version to the history, and delete what is older than it keeps. If that
-        fails, a later writer does it."""
+    async def tidy(self, written: Versioned) -> None:
+        """Copy the new version to the history, and delete what is older than it keeps. It is called
+        after `write`, and need not be: if it fails, a later writer does it."""
         try:
             await self._copy(written)
             self._kept_version = written
@@ -306,12 +305,13 @@ class ConfigStore(Generic[T]):
         copy it write the same bytes, so it does not matter how often, or how late, that is carried
         out.
 
-        Other bytes are those of a version that the store has lost since.
+        Other bytes are those of a version that the store has lost since. The copy does not wait for
+        the disk: the next version does, and no later write is on disk before an earlier one.
         """
         store, key = self.core.store, config_key(self.name, "history", current.version)
         while known is None or known.value != current.entry.value:
             if_version = None if known is None else known.version
-            put = store.put(key, current.entry.value, if_version=if_version)
+            put = store.put_relaxed(key, current.entry.value, if_version=if_version)
             if await self.core.call(put) is not None:
                 return
             known = await self._get(key)

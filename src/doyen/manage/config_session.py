@@ -13,7 +13,7 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from doyen.election.core import SessionCore
 from doyen.election.options import default_name
-from doyen.errors import BadDocument, ConfigError
+from doyen.errors import BadDocument, ConfigError, NotApplied
 from doyen.events.log_lines import log_line
 from doyen.lease.runtime import ThreadRuntime
 from doyen.manage.applied import Acknowledgement, WaitApplied, check_wait, wait_until_applied
@@ -124,10 +124,15 @@ class _ConfigWork(Generic[T]):
         check_wait(wait_applied, wait_s)
         store = self._store
         written = await write(if_version, force=force)
-        if wait_applied is not None:
-            await wait_until_applied(
-                self._core, store.name, store.document, written, wait_applied, wait_s
-            )
+        try:
+            if wait_applied is not None:
+                await wait_until_applied(
+                    self._core, store.name, store.document, written, wait_applied, wait_s
+                )
+        except NotApplied:
+            await store.tidy(written)
+            raise
+        await store.tidy(written)
         return store.typed(written)
 
 
