@@ -58,6 +58,8 @@ TICK_S = 1.0
 """How often to look at moves and members that are waited for if nothing changes."""
 LINGER_S = 0.5
 """How long after a plan the next one may wait for more moves to be complete."""
+LOOKS = 4
+"""How many times in `settle_s` to see whether they are."""
 CHECK_AFTER_TTLS = 10
 """If records keep changing, they are checked after this many ttls."""
 GETS_AT_ONCE = 32
@@ -139,6 +141,8 @@ class Controller:
         self._current = ShardPlan()
         """The plan that follows from it."""
         self._stepped_at = 0.0
+        self._said: Mapping[str, SeenMember] = {}
+        """What the members said in the last step, except for the moves they are prepared for."""
         self._written_at = 0.0
         self._records_at = 0.0
         """When a record changed last, and when one did first after they were checked."""
@@ -287,16 +291,18 @@ class Controller:
             self._check_due = False
             known = replace(known, unheld=unheld(known, members, records))
         now = core.runtime.clock.now()
+        # What members say about moves is in the records too, once these are complete.
+        said = {name: each._replace(prepared=frozenset()) for name, each in members.items()}
+        if not checking and self._may_linger(asked.version, said, records, now):
+            await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
+            return spec.settle_s / LOOKS
         compute = partial(next_plan, spec, known, members, records, now - self._stepped_at)
         if spec.count < ASIDE_FROM:
             plan = compute()
         else:
             plan = await core.runtime.aside(compute, lambda _: None)
         plan = replace(plan, spec=asked.version)
-        if not checking and self._may_linger(plan, now):
-            await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
-            return spec.settle_s
-        self._stepped_at = now
+        self._stepped_at, self._said = now, said
         # The same shards may have lost their records again, so they are named again.
         missing = checking and bool(plan.unheld)
         changed = missing or plan.significant() != self._current.significant()
@@ -316,16 +322,20 @@ class Controller:
             self._current = replace(self._current, note=note)
             await self._write(self._known)
 
-    def _may_linger(self, plan: ShardPlan, now: float) -> bool:
+    def _may_linger(
+        self,
+        spec: int,
+        said: Mapping[str, SeenMember],
+        records: Mapping[int, str],
+        now: float,
+    ) -> bool:
         """Whether the step can wait until all moves are complete, because every member reads each
-        plan: some of them are, nothing else is new, and the last plan is recent."""
-        before = self._current
-        done = [shard for shard in before.moves if shard not in plan.moves]
+        plan: some of them are not, nothing else is new, and the last plan is recent."""
+        plan = self._current
         return (
-            0 < len(done) < len(before.moves)
+            any(records.get(shard) != move.to for shard, move in plan.moves.items())
             and now < self._written_at + LINGER_S
-            and all(plan.owners[shard] == before.moves[shard].to for shard in done)
-            and all(getattr(plan, name) == getattr(before, name) for name in _URGENT)
+            and (spec, said) == (plan.spec, self._said)
         )
 
     def _depends_on_records(self) -> bool:
@@ -369,9 +379,6 @@ class Controller:
     async def _record(self, shard: int) -> Entry | None:
         core = self._core
         return await core.call(core.store.get(leader_key(f"{self._name}/{shard}", "shards")))
-
-
-_URGENT = ("members", "failed", "aside", "generation", "open", "spec")
 
 
 async def control(core: SessionCore, name: str, member: str) -> None:

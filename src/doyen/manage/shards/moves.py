@@ -26,6 +26,10 @@ LONGEST_TURN_S = 0.05
 it took to delete the record, which is about when the new owner has its own, or after a while if the
 body takes long to end. If all were let go at once, the requests of all new owners would compete,
 and every shard would be without an owner until the last is done."""
+CALM_S = 0.05
+"""No turn begins this soon after a plan was read. All members read a plan at the same time. A new
+owner that had to wait for the processor or the store would leave its shard without an owner for
+longer. The plan is not written so often that this delays a move by much."""
 
 
 class Moves:
@@ -48,6 +52,8 @@ class Moves:
         """The shards that wait for their turn to be let go."""
         self.ending: tuple[int, float] | None = None
         """The one whose turn it is, and since when."""
+        self.held_back = False
+        """All members are reading a plan: no turn begins."""
         self._core = core
         self._shards = shards
         self._member = member
@@ -106,7 +112,7 @@ class Moves:
 
     def next_turn(self) -> int | None:
         """The shard that may be let go now. The caller sets `ending` if it does."""
-        if self.ending is not None or not self.outgoing:
+        if self.ending is not None or self.held_back or not self.outgoing:
             return None
         shard = next(iter(self.outgoing))
         del self.outgoing[shard]

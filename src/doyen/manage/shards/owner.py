@@ -38,7 +38,7 @@ from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
 from doyen.manage.shards.following import FollowedPlan
-from doyen.manage.shards.moves import LONGEST_TURN_S, TURN, Moves
+from doyen.manage.shards.moves import CALM_S, LONGEST_TURN_S, TURN, Moves
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import Bodies, BodyFailures, ShardTerm, Slot, Stage, log_shard_error
 from doyen.manage.shards.spec import check_weight
@@ -242,6 +242,13 @@ class ShardOwner:
         if self.plan.current.retry != earlier.retry:
             self._failures = BodyFailures()
         self._moves.members.stale = self._due.all = True
+        if self.plan.current.moves and not self._moves.held_back:
+            self._moves.held_back = True
+            asyncio.get_running_loop().call_later(CALM_S, self._let_turns_begin)
+
+    def _let_turns_begin(self) -> None:
+        self._moves.held_back = False
+        self._take_turns()
 
     def _is_planned(self, shard: int) -> bool:
         if self._stopping or shard in self._failures.given_up:

@@ -1,0 +1,81 @@
+"""When shards are let go in a drain, and when the controller computes a plan, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from doyen.manage.shards import controller
+from doyen.manage.shards.moves import CALM_S
+from doyen.manage.shards.owner import ShardOwner
+from doyen.manage.shards.plan import ShardPlan
+from doyen.manage.shards.slots import ShardTerm
+from doyen.manage.shards.steps import next_plan
+from support import Place, now, until, virtual
+from test_shards import Jobs
+
+
+@virtual
+async def test_a_member_lets_go_when_all_have_had_time_to_read_the_plan(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(12, moves_at_once=4)
+    replaced, read_at, ended_at = ShardOwner._plan_replaced, [0.0], list[float]()
+
+    def noted(self: ShardOwner, earlier: ShardPlan) -> None:
+        replaced(self, earlier)
+        if self.settings.name == "a":
+            read_at.append(now())
+
+    async def body(term: ShardTerm) -> None:
+        try:
+            await jobs.forever(term)
+        finally:
+            ended_at.append(now() - read_at[-1])
+
+    jobs.body = body
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardOwner, "_plan_replaced", noted)
+        await jobs.join("a")
+        await jobs.join("b")
+        await jobs.settled(12)
+        ended_at.clear()
+        await session.shards("jobs").drain("a")
+    assert len(ended_at) >= 5
+    assert min(ended_at) >= CALM_S * 0.999
+    assert min(ended_at) < 2 * CALM_S
+    await jobs.settled(12)
+
+
+@virtual
+async def test_no_plan_is_computed_while_moves_are_under_way_and_nothing_else_is_new(
+    place: Place,
+) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(12, moves_at_once=4)
+    jobs.ending_s = 0.04
+    for name in ("a", "b"):
+        await jobs.join(name)
+    await jobs.settled(12)
+    in_vain: list[bool] = []
+
+    def counted(spec: Any, plan: ShardPlan, members: Any, records: Any, elapsed_s: float) -> Any:
+        moves = plan.moves.items()
+        in_vain.append(any(records.get(shard) != move.to for shard, move in moves))
+        return next_plan(spec, plan, members, records, elapsed_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "next_plan", counted)
+        await session.shards("jobs").drain("a")
+        assert 2 <= len(in_vain) <= 5
+        assert not any(in_vain)
+        await jobs.settled(12)
+        # Whoever comes or goes is noticed all the same.
+        jobs.ending_s = 0.3
+        await session.shards("jobs").drain("a", undo=True)
+        await until(lambda: bool(jobs.plan().moves))
+        await jobs.join("c")
+        asked = now()
+        await until(lambda: "c" in jobs.plan().members)
+        assert now() - asked < controller.LINGER_S
+    await jobs.settled(12)
