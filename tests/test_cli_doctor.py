@@ -189,6 +189,37 @@ async def test_a_healthy_store(place: Place) -> None:
 
 
 @virtual
+async def test_all_runs_use_one_key_and_leave_the_record_of_another_alone(
+    place: Place,
+) -> None:
+    """ZooKeeper keeps the znode above an entry."""
+    keys: set[str] = set()
+    for _ in range(2):
+        patient = Patient(place, Faults())
+        create = patient.store.create
+
+        async def noted(key: str, value: bytes, lease: Lease, create: Any = create) -> Any:
+            keys.add(key)
+            return await create(key, value, lease)
+
+        patient.store.create = noted  # type: ignore[method-assign]
+        assert (await patient.examine()).ok
+    (key,) = keys
+    other = MemoryStore(place.server, Context(place.clock, lambda event: None))
+    lease = await other.grant(60.0)
+    held = (await other.create(key, b"", lease)).entry
+    patient = Patient(place, Faults())
+    given = SessionSettings(url="memory://", ttl_s=6.0)
+    assert (await examine(patient.store, given, place.clock, election=None)).ok
+    found = await other.get(key)
+    assert found is not None
+    assert found.version == held.version
+    await patient.store.close()
+    await other.revoke(lease)
+    await other.close()
+
+
+@virtual
 async def test_one_slow_call_is_enough(place: Place) -> None:
     faults = Faults()
     faults.next("renew", Late(before_s=0.2))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnavailable
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.timing import Timing
 from doyen.model import Finding, Lease, Line, Order, leader_key, line_key, order_key
-from doyen.stores.port import Capabilities, Store
+from doyen.stores.port import Capabilities, Creation, Store
 from doyen.warden.diagnosis import Surroundings
 from doyen.warden.diagnosis import findings as judge_warden
 from doyen.warden.diagnosis import look as look_around
@@ -32,6 +31,8 @@ T = TypeVar("T")
 
 Operation = Literal["read", "write", "renewal"]
 
+ELECTION = "doyen-doctor"
+"""The election whose keys are used."""
 ROUNDS = 40
 MEASURE_FOR_S = 5.0
 """No round of measurements begins after this, so a slow store is measured less often."""
@@ -146,8 +147,9 @@ async def _answered(request: Awaitable[T]) -> T:
 async def _measure(
     store: Store, lease: Lease, clock: Clock
 ) -> tuple[dict[Operation, Latency], list[Finding]]:
-    """Make the calls of a leader and its successor, on the keys of an election of its own."""
-    key = leader_key(f"doctor-{secrets.token_hex(8)}")
+    """Make the calls of a leader and its successor, on the keys of an election of its own. It is
+    the same one each time, because some stores keep what is above an entry."""
+    key = leader_key(ELECTION)
     calls: dict[Operation, Callable[[], Awaitable[object]]] = {
         "renewal": lambda: store.renew(lease),
         "read": lambda: store.get(key),
@@ -160,9 +162,10 @@ async def _measure(
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 sent_at = clock.now()
-                await _answered(call())
+                answer = await _answered(call())
                 samples[name].append(clock.now() - sent_at)
-            await _answered(store.delete(key))
+                if isinstance(answer, Creation) and answer.won:
+                    await _answered(store.delete(key, if_version=answer.entry.version))
             if clock.now() - began > MEASURE_FOR_S:
                 break
     except LeaseGone as error:
