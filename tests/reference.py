@@ -195,7 +195,7 @@ def events_table() -> str:
                 and issubclass(kind, events.Event)
                 and hasattr(kind, "log_name")
             ):
-                shown = ", ".join(f"`{each}`" for each in kind._defaults)
+                shown = ", ".join(f"`{each}`" for each in kind._specs)
                 node = definition("doyen.events", name)
                 level = logging.getLevelName(kind.level).lower()
                 yield f"`{name}`", f"`{kind.log_name}`", level, shown, summary(node)

@@ -26,7 +26,7 @@ promises hold.
     barriers/<name>/state                    who has passed it
     trails/<name>                            the last terms of an election
 
-Imports the errors only.
+Imports the errors and the base of values only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ import json
 import math
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
+from doyen._values import Value
 from doyen.errors import ConfigError
 
 __all__ = [
@@ -60,27 +61,6 @@ __all__ = [
     "Reachable",
     "Unreachable",
     "Version",
-    "barrier_key",
-    "config_key",
-    "described",
-    "encode_json",
-    "finite",
-    "is_name",
-    "json_text",
-    "key_segment",
-    "leader_key",
-    "line_key",
-    "member_key",
-    "members_key",
-    "notice_key",
-    "order_key",
-    "published_key",
-    "ready_key",
-    "segment_number",
-    "shards_key",
-    "size_key",
-    "slots_key",
-    "trail_key",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
@@ -137,8 +117,7 @@ class Entry(NamedTuple):
     """What is left of that lease according to the store, if the store reports it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leader:
+class Leader(Value):
     """Who leads an election, or holds a lock."""
 
     election: str
@@ -156,8 +135,7 @@ class Leader:
     """It is a candidate of another program, which the store's `layout=` admits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Value):
     """A candidate in the line of an election or a lock."""
 
     name: str
@@ -168,8 +146,7 @@ class Candidate:
     """It is a candidate of another program, which the store's `layout=` admits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Value):
     """The line of an election, in order, and its leader. A leader with the recipe `race` is not in
     the line."""
 
@@ -182,8 +159,7 @@ class Line:
 TermEnd = Literal["", "resigned", "lost"]
 
 
-@dataclass(frozen=True, slots=True)
-class PastTerm:
+class PastTerm(Value):
     """A term of an election, as its leader recorded it in the store."""
 
     name: str
@@ -201,8 +177,7 @@ class PastTerm:
     """The leader record shows that it has not ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable(Generic[T_co]):
+class Unreachable(Value, Generic[T_co]):
     """The store does not answer. An observer gets this within a ttl, and what it observes again
     when the store answers.
 
@@ -224,8 +199,7 @@ class Unreachable(Generic[T_co]):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Reachable:
+class Reachable(Value):
     """The store answers again. Observers of changes get this after `Unreachable`, and then what has
     changed meanwhile."""
 
@@ -237,8 +211,7 @@ MemberState = Literal["up", "unhealthy", "draining"]
 SessionHealth = Literal["ok", "unsure", "lost", "closed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Value):
     """A member of a group, as a reader of the list sees it."""
 
     name: str
@@ -256,8 +229,7 @@ class Member:
     """Seconds since its last renewal according to the store; None if the store does not tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberChange:
+class MemberChange(Value):
     """A change in a group."""
 
     kind: Literal["joined", "changed", "suspected", "gone"]
@@ -269,8 +241,7 @@ class MemberChange:
     last known to be alive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(Value):
     """The members of a group, as a leader published them."""
 
     group: str
@@ -298,6 +269,22 @@ class Finding(NamedTuple):
     subject: str
     text: str
     remedy: str = ""
+
+    @classmethod
+    def ok(cls, subject: str, text: str) -> Finding:
+        return cls("ok", subject, text)
+
+    @classmethod
+    def note(cls, subject: str, text: str, remedy: str = "") -> Finding:
+        return cls("note", subject, text, remedy)
+
+    @classmethod
+    def warning(cls, subject: str, text: str, remedy: str = "") -> Finding:
+        return cls("warning", subject, text, remedy)
+
+    @classmethod
+    def problem(cls, subject: str, text: str, remedy: str) -> Finding:
+        return cls("problem", subject, text, remedy)
 
 
 class Claim(NamedTuple):

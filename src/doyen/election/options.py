@@ -6,9 +6,10 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Protocol, TypedDict, get_args
 
+from doyen._values import Value
 from doyen.errors import ConfigError, did_you_mean
 from doyen.events import Sink
 from doyen.lease.timing import Timing
@@ -35,8 +36,7 @@ def meta_of(meta: Meta) -> Meta:
         raise ConfigError(f"meta maps names to values, not {meta!r}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
+class SessionSettings(Value):
     """The options of a session. None stands for the default of the store or of the timing."""
 
     url: str
@@ -144,8 +144,7 @@ class CampaignIdentity(TypedDict):
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CampaignSettings:
+class CampaignSettings(Value, kw_only=True):
     """The options of a campaign, checked and completed; see `CampaignOptions`."""
 
     election: str

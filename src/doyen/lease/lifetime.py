@@ -38,9 +38,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
@@ -62,8 +61,7 @@ FLUSH_S = 1.5
 delivery of events."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Body:
+class _Body(NamedTuple):
     """A campaign that has been entered."""
 
     core: SessionCore

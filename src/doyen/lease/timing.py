@@ -13,14 +13,14 @@ has ended before the store can give the record to another candidate.
 jitter allows, is lost, and its retry takes the full request timeout. A configuration whose margin
 is not positive would lose leadership without any failure, so it is refused.
 
-Imports the standard library and the errors only. Time and random numbers are arguments.
+Imports the standard library, values and the errors only. Time and random numbers are arguments.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
 
+from doyen._values import Value
 from doyen.errors import ConfigError
 
 __all__ = ["DEFAULT_TTL_S", "Timing"]
@@ -28,8 +28,7 @@ __all__ = ["DEFAULT_TTL_S", "Timing"]
 DEFAULT_TTL_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(Value, kw_only=True):
     """The times of one lease.
 
     >>> timing = Timing(ttl_s=6.0)
@@ -58,10 +57,10 @@ class Timing:
     """When a store call without a response is given up. Default ttl / 6, and never more."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            given: object = getattr(self, field.name)
+        for name in self._specs:
+            given: object = getattr(self, name)
             if not isinstance(given, int | float):
-                raise ConfigError(f"{field.name} is a number, not {given!r}")
+                raise ConfigError(f"{name} is a number, not {given!r}")
         if not 0 < self.ttl_s < float("inf"):
             raise ConfigError(f"ttl_s must be positive, not {self.ttl_s}")
         renewals = 6 if self.renewals_lag else 3

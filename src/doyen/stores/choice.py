@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from doyen._values import Value
 from doyen.errors import ConfigError
 from doyen.stores.port import SECRET_USERS, canonical_scheme, cuts_a_secret, split_url
 
@@ -24,8 +24,7 @@ __all__ = ["StoreChoice", "choose_store", "without_password"]
 HIDDEN = "…"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreChoice:
+class StoreChoice(Value):
     """The URL of a store, and where it came from."""
 
     url: str

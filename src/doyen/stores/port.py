@@ -32,10 +32,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from doyen._values import Value
 from doyen.errors import ConfigError, StoreError, StoreUnusable, did_you_mean
 from doyen.events import Event
 from doyen.lease.clock import Clock
@@ -57,8 +57,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
+class Capabilities(Value, kw_only=True):
     """What an engine can do, and the figures from which the worst case is computed."""
 
     proof_of_death: bool = False
@@ -118,8 +117,7 @@ class Watch(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(Value):
     """What a store receives when it is opened."""
 
     clock: Clock
@@ -336,8 +334,7 @@ def cuts_a_secret(parts: SplitResult) -> bool:
     return "@" in parts.geturl() and (bool(colon) or parts.scheme in SECRET_USERS)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreURL:
+class StoreURL(Value):
     """A parsed store URL. `options` are those of the query; the adapter knows all of them."""
 
     text: str
