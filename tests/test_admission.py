@@ -61,6 +61,18 @@ async def test_a_crowd_takes_turns(place: Place) -> None:
 
 
 @virtual
+async def test_few_trails_are_written_while_a_crowd_enters(place: Place) -> None:
+    session = await place.open(wrap=Turns().wrap)
+    crowd = 14 * ENTERING
+    terms = [session.campaign(f"e{number}") for number in range(crowd)]
+    await asyncio.gather(*(term.__aenter__() for term in terms))
+    assert len(place.server.list("trails")) < 20
+    await asyncio.sleep(1.0)
+    assert len(place.server.list("trails")) == crowd
+    await asyncio.gather(*(term.__aexit__(None, None, None) for term in terms))
+
+
+@virtual
 async def test_waiting_candidates_do_not_block_admission(place: Place) -> None:
     leader, session = await place.open(), await place.open()
     async with leader.campaign("e"):

@@ -273,7 +273,7 @@ def another_slot_after_doubt(patch: pytest.MonkeyPatch) -> None:
             return await claim(self, slot)
         finally:
             self._in_doubt = None
-            self.attempt.record_keys = {self.attempt.record_key: None}
+            self.attempt.record_keys = (self.attempt.record_key,)
 
     async def take(self: SlotClaiming) -> Entry | None:
         own, self.attempt.id = self.attempt.id, self.attempt.id + "x"

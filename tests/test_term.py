@@ -219,3 +219,15 @@ def test_lost_can_be_waited_for_by_threads() -> None:
 def test_repr_names_the_candidate_and_the_election() -> None:
     _, term = keepalive_and_term(VirtualClock())
     assert repr(term) == "<Term of 'a' in 'e', token 7, leader>"
+
+
+def test_the_scope_of_the_body_learns_first_that_the_term_is_over() -> None:
+    """It registers last. The others wake doyen's thread, which would then compete with this one."""
+    keepalive, term = keepalive_and_term(VirtualClock())
+    told: list[str] = []
+    keepalive.on_loss("attempt", lambda reason: told.append("attempt"))
+    term.on_end(lambda: told.append("leader"))
+    term.on_end(lambda: told.append("scope"))
+    keepalive.on_loss("term", term._lose)
+    keepalive.lose("gone")
+    assert told == ["scope", "leader", "attempt"]

@@ -56,7 +56,7 @@ async def test_terms_with_their_ends_and_causes(place: Place) -> None:
         ("b", "lost"),
         ("a", "resigned"),
     ]
-    assert "ordered it to let go" in seen[2].reason
+    assert "ordered it to resign" in seen[2].reason
     assert "removed from the store" in seen[1].reason
     assert seen[3].until == pytest.approx(began + 10.0, abs=0.1)
     assert seen[2].since == pytest.approx(began + 15.0, abs=0.1)

@@ -1,4 +1,4 @@
-"""Tasks that outlive their callers: shared waiting, and groups of background tasks.
+"""Tasks that outlive their callers: shared waiting, groups of background tasks; events for threads.
 
 Imports the standard library only.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["BackgroundTasks", "log_failure", "outlast", "retrieve", "shared"]
+__all__ = ["BackgroundTasks", "LoopEvent", "log_failure", "outlast", "retrieve", "shared"]
 
 T = TypeVar("T")
 log = logging.getLogger("doyen")
@@ -40,6 +41,26 @@ async def outlast(future: asyncio.Future[Any]) -> None:
             await asyncio.wait({future})
         except asyncio.CancelledError:
             continue
+
+
+class LoopEvent(asyncio.Event):
+    """An event of the running loop that any thread may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home = asyncio.get_running_loop()
+
+    def set_soon(self) -> None:
+        """Any thread. Does nothing if the loop has been closed."""
+        with suppress(RuntimeError):
+            self._home.call_soon_threadsafe(self.set)
+
+    async def set_within(self, seconds: float) -> bool:
+        """Wait until it is set; False if that takes longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self.wait()
+        return self.is_set()
 
 
 class BackgroundTasks:

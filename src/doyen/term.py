@@ -9,8 +9,6 @@ becomes valid again.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
 import logging
 import threading
@@ -18,6 +16,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Protocol
 
+from doyen._waiting import LoopEvent
 from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
@@ -86,8 +85,7 @@ class Term:
         self.slot = slot
         """Of a semaphore: the number of the slot, from 0. Tokens of different slots do not compare,
         so fence with both."""
-        label = election if slot is None else f"{election}/{slot}"
-        self._what = f"{HAS[kind]} {described(label, kind)}"
+        self._kind = kind
         self.name = name
         self.meta = meta
         self.token = token
@@ -149,18 +147,12 @@ class Term:
 
     async def lost(self) -> str:
         """Wait until the term is over, and return why."""
-        loop = asyncio.get_running_loop()
-        over = asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(over.set)
-
-        self.on_end(wake)
+        over = LoopEvent()
+        self.on_end(over.set_soon)
         try:
             await over.wait()
         finally:
-            self._forget(wake)
+            self._forget(over.set_soon)
         return self._over_because
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
@@ -227,6 +219,11 @@ class Term:
         self._keepalive.warding.run_ended(run)
         self._keepalive.run_ended(self)
 
+    @property
+    def _what(self) -> str:
+        label = self.election if self.slot is None else f"{self.election}/{self.slot}"
+        return f"{HAS[self._kind]} {described(label, self._kind)}"
+
     def loss(self) -> LeadershipLost:
         """The exception for the end of this term."""
         return LeadershipLost(
@@ -283,7 +280,8 @@ class Term:
             self.ended_at = ended_at
             self._deadline = _ENDED
             listeners, self._listeners = self._listeners, []
-        for listener in listeners:
+        # The last first: that of the body, which is to end at once.
+        for listener in reversed(listeners):
             try:
                 listener()
             except Exception:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 class Wakeup:
     """Ends a sleep early, or the next one if none is under way."""
 
+    __slots__ = ("_sleeper", "woken")
+
     def __init__(self) -> None:
         self.woken = False
         """Something has changed since this was last set to False."""
@@ -72,7 +74,7 @@ class Attempt:
         self.slot: int | None = None
         """The slot of a semaphore that this attempt claims or holds."""
         self.record_key = ""
-        self.record_keys: dict[str, None] = {}
+        self.record_keys: tuple[str, ...] = ()
         """Keys at which this attempt may have created its record: several for a semaphore."""
         if settings.kind != "semaphores":
             self.claims(None)
@@ -110,7 +112,8 @@ class Attempt:
         """The record to create is that of `slot`; None if this is not a semaphore."""
         self.slot = slot
         self.record_key = leader_key(self.label, self.settings.kind)
-        self.record_keys[self.record_key] = None
+        if self.record_key not in self.record_keys:
+            self.record_keys += (self.record_key,)
 
     def claim(self) -> bytes:
         """The value of this attempt's ticket."""
@@ -314,7 +317,7 @@ class Attempt:
     async def _remove_other_records(self) -> Entry | None:
         """Delete records of this attempt but the one that it holds, and return that one, if any."""
         held = None
-        for key in list(self.record_keys):
+        for key in self.record_keys:
             record = await self.get(key)
             if record is not None and self.is_mine(record):
                 if key == self.record_key:

@@ -27,7 +27,7 @@ from doyen.events import Event
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
-from doyen.lease.runtime import Runtime
+from doyen.lease.runtime import Runtime, ThreadRuntime
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, SessionHealth
 from doyen.stores.choice import without_password
@@ -218,8 +218,8 @@ class SessionCore:
             self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
         )
         self.deletions = Deletions(self.calls, self.leases, self.tasks)
-        self.trail = TrailKeeper(self.calls, self.tasks)
         self.admission = asyncio.Semaphore(ENTERING)
+        self.trail = TrailKeeper(self.calls, self.tasks, busy=self.admission.locked)
         self._attempts = itertools.count(1)
         # A dict keeps the order of creation, a set would not: one seed must give one run.
         self._callers: dict[asyncio.Task[Any], None] = {}
@@ -302,6 +302,12 @@ class SessionCore:
     def health(self) -> SessionHealth:
         """See `Session.health`. Any thread."""
         return "closed" if self.closed else self.leases.health
+
+    @property
+    def thread(self) -> ThreadRuntime:
+        """The runtime, for blocking code."""
+        assert isinstance(self.runtime, ThreadRuntime), "blocking code needs doyen's thread"
+        return self.runtime
 
     def next_attempt(self) -> str:
         """The id of a new attempt."""

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from doyen.election.options import meta_of
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Resigned
 from doyen.events.log_lines import log_line
-from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Entry, Meta, PastTerm, TermEnd
 from doyen.term import Term, TermState
 
@@ -81,8 +79,8 @@ class Leading:
         keepalive.progress()
         core.leases.body_begins(keepalive)
         self._emit(Elected, valid_until=keepalive.valid_until)
-        self._past = PastTerm(settings.name, record.revision, core.runtime.clock.wall())
-        self._record(self._past)
+        self._since = core.runtime.clock.wall()
+        self._record()
         self.term.on_end(self._term_ended)
         keepalive.on_loss(self, self.term._lose)
         if settings.member is not None:
@@ -104,18 +102,18 @@ class Leading:
             planned=planned,
         )
 
-    def _record(self, term: PastTerm) -> None:
+    def _record(self, until: float | None = None, end: TermEnd = "", reason: str = "") -> None:
         """Record the term in the trail of the election."""
-        settings = self.attempt.settings
+        settings, token = self.attempt.settings, self.term.token
         if settings.kind == "elections" and settings.trail:
-            self.attempt.core.trail.note(settings.election, term)
+            past = PastTerm(settings.name, token, self._since, until, end, reason)
+            self.attempt.core.trail.note(settings.election, past)
 
     def _record_end(self, ended_at: float, end: TermEnd, reason: str = "") -> None:
         clock = self.attempt.core.runtime.clock
         # Minus infinity stands for a time that had passed when the term began.
         until = clock.wall() - max(0.0, clock.now() - max(ended_at, 0.0))
-        until = max(until, self._past.since)
-        self._record(replace(self._past, until=until, end=end, reason=reason))
+        self._record(max(until, self._since), end, reason)
 
     def _changed(self) -> None:
         """The record, or an order below it, has changed."""
@@ -156,7 +154,7 @@ class Leading:
                     if order.successor:
                         self.successor = successor_key(attempt, order)
                     favour = " in favour of another" if order.successor else ""
-                    self.let_go(f"{order.by!r} ordered it to let go{favour}")
+                    self.let_go(f"{order.by!r} ordered it to resign{favour}")
                 elif not attempt.wakeup.woken:
                     break
         finally:
@@ -172,8 +170,7 @@ class Leading:
         """The same on the caller's thread."""
         core, work = self.attempt.core, self._publication(meta)
         core.check_open()
-        assert isinstance(core.runtime, ThreadRuntime), "blocking code needs doyen's thread"
-        core.runtime.do_blocking(core.run(work))
+        core.thread.do_blocking(core.run(work))
 
     def _publication(self, meta: Meta) -> Callable[[], Coroutine[Any, Any, None]]:
         """Check what is to be published, before anything is sent."""

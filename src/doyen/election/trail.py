@@ -9,7 +9,8 @@ not reach the store may be missing.
 A handover does not wait for these writes: they begin a moment after it, first that of the leader
 that has ended, then that of the next, so that they do not meet. A leader that wrote last when its
 term began need not read the trail again when it ends. So a handover costs three requests more. They
-do not wait for the disk of a local store, which would keep the next leader from writing.
+do not wait for the disk of a local store, which would keep the next leader from writing. While a
+session begins or ends hundreds of terms, few trails are written; the others follow.
 
 Terms are merged by their token, so leaders that write at the same time, or late, lose nothing of
 one another: each reads, merges, and replaces exactly what it has read. The trail is bounded: by
@@ -22,7 +23,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -56,9 +57,11 @@ ATTEMPTS = 5
 class TrailKeeper:
     """Records the terms of one session. Used on doyen's loop."""
 
-    def __init__(self, calls: StoreCalls, tasks: BackgroundTasks) -> None:
+    def __init__(self, calls: StoreCalls, tasks: BackgroundTasks, busy: Callable[[], bool]) -> None:
+        """`busy`: whether so many candidates join or leave that these writes would delay them."""
         self._calls = calls
         self._tasks = tasks
+        self._busy = busy
         self._due: dict[str, dict[int, PastTerm]] = {}
         """By election and token: what has not been written yet."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -105,7 +108,12 @@ class TrailKeeper:
             await asyncio.wait(list(self._writers), timeout=self._calls.timing.request_timeout_s)
 
     async def _write(self) -> None:
-        while (election := self._next()) is not None:
+        while True:
+            if self._busy():
+                await self._pause(AFTER_BEGINNING_S)
+            election = self._next()
+            if election is None:
+                return
             del self._ready[election]
             terms = self._due.pop(election, {})
             if not terms:
@@ -126,9 +134,13 @@ class TrailKeeper:
             # What was noted meanwhile is newer.
             self._due[election] = {**terms, **self._due.get(election, {})}
             self._ready[election] = None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._calls.timing.ttl_s / 3):
-                    await self._closing.wait()
+            await self._pause(self._calls.timing.ttl_s / 3)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until the session is closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
 
     def _next(self) -> str | None:
         """An election that no other writer is at work on; that one writes what is due then."""

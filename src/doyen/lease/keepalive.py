@@ -276,7 +276,9 @@ class Keepalive:
             self.valid_until = NEVER
             listeners = list(self._listeners.values())
             self._listeners.clear()
-        for listener in listeners:
+        # The last first: those of terms, before those that wake doyen's thread, which would compete
+        # with this one for the interpreter.
+        for listener in reversed(listeners):
             listener(reason)
         event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
         self._post(lambda: self._telemetry.emit(event, planned=planned))
