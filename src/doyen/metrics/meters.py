@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from doyen.errors import StoreError
 from doyen.events import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from doyen.manage.inventory import Inventory
     from doyen.session import Session
 
-__all__ = ["CandidateKey", "ElectionMeter", "Interval", "SessionMeters", "loss_cause"]
+__all__ = ["INSTRUMENTS", "ElectionMeter", "Instrument", "Interval", "SessionMeters", "loss_cause"]
 
 Cause = Literal[
     "elected", "resigned", "ordered", "ineligible", "expired", "stalled", "removed", "ended"
@@ -51,11 +51,11 @@ KEPT_NAMES = 5000
 """How many candidates that do not lead, and how many elections without leader and line, are
 remembered. A process may use ever new names."""
 ENDS_S = 10.0
-"""How often the trails of elections are read that nobody leads or stands for any more."""
+"""How often the trails of elections are read that have no leader and no candidate any more."""
 LOOKS = 3
 """How often that of one is read until it says how the last term ended."""
 RETIRED_S = 3600.0
-"""How long an election is remembered whose last leader resigned and that nobody stands for."""
+"""How long an election is remembered whose last leader resigned and that has no candidate."""
 
 
 class CandidateKey(NamedTuple):
@@ -103,7 +103,7 @@ class ElectionMeter:
     token: int = 0
     as_of: float = 0.0
     wanted: bool = True
-    """False if its last leader resigned and nobody stands for it."""
+    """False if its last leader resigned and it has no candidate."""
     idle_since: float | None = None
     """Since when there is neither a leader nor a line."""
     looks: int = 0
@@ -133,7 +133,7 @@ class ElectionMeter:
 def loss_cause(reason: str) -> Cause:
     """The cause of a loss, of which there are few, from its reason, which is a text for people.
 
-    >>> loss_cause("no renewal was confirmed in time"), loss_cause("'ops' ordered it to let go")
+    >>> loss_cause("no renewal was confirmed in time"), loss_cause("'ops' ordered it to resign")
     ('expired', 'ordered')
     """
     for words, cause in _CAUSES.items():
@@ -144,7 +144,7 @@ def loss_cause(reason: str) -> Cause:
 
 _CAUSES: Mapping[str, Cause] = {
     "no renewal was confirmed": "expired",
-    "ordered it to let go": "ordered",
+    "ordered it to": "ordered",
     "has not called term.beat()": "stalled",
     "record was removed": "removed",
     "the member ": "ineligible",
@@ -335,7 +335,7 @@ class SessionMeters:
                 del self.elections[key]
 
     async def _look_at_ends(self, session: Session) -> None:
-        """Read how elections ended that nobody leads or stands for any more: whether their last
+        """Read how elections ended that have no leader and no candidate any more: whether the last
         leader resigned, which is written a moment later, or failed, which nobody writes."""
         while True:
             await asyncio.sleep(ENDS_S)
@@ -390,3 +390,138 @@ class SessionMeters:
         """How long ago the store answered last; None if nobody observes it."""
         as_of = self._as_of()
         return None if as_of is None else max(0.0, self._clock.wall() - as_of)
+
+
+Samples = Callable[[SessionMeters], Mapping[Any, float]]
+"""The values of an instrument, by those of its labels."""
+
+
+class Instrument(NamedTuple):
+    """A gauge or a counter, as all exporters have it."""
+
+    name: str
+    unit: str
+    text: str
+    samples: Samples
+    labels: tuple[str, ...] = ()
+    counts: bool = False
+
+
+def _of_terms(part: int) -> Samples:
+    return lambda meters: {key: held[part] for key, held in meters.leading().items() if held}
+
+
+def _of_elections(field: str, *kinds: str) -> Samples:
+    return lambda meters: {
+        key: 0 + getattr(each, field)  # the number of a truth value
+        for key, each in meters.seen_elections().items()
+        if key.kind in kinds
+    }
+
+
+def _of_process(field: str) -> Samples:
+    return lambda meters: {} if (value := getattr(meters, field)) is None else {(): 0 + value}
+
+
+CANDIDATE = ("kind", "election", "name")
+ELECTION = ("kind", "election")
+INSTRUMENTS = (
+    Instrument(
+        "doyen.leading",
+        "1",
+        "Whether this candidate leads.",
+        lambda meters: {key: int(held is not None) for key, held in meters.leading().items()},
+        CANDIDATE,
+    ),
+    Instrument("doyen.token", "1", "The fencing token of the term.", _of_terms(0), CANDIDATE),
+    Instrument(
+        "doyen.margin",
+        "s",
+        "How long the term stays valid without a further renewal.",
+        _of_terms(1),
+        CANDIDATE,
+    ),
+    Instrument(
+        "doyen.transitions",
+        "{term}",
+        "Terms that began or ended, by cause.",
+        lambda meters: {(*key, cause): n for (key, cause), n in dict(meters.transitions).items()},
+        (*CANDIDATE, "cause"),
+        counts=True,
+    ),
+    Instrument(
+        "doyen.store.errors",
+        "{error}",
+        "Requests to the store that failed, by what they were for.",
+        lambda meters: {(call,): count for call, count in dict(meters.store_errors).items()},
+        ("call",),
+        counts=True,
+    ),
+    Instrument(
+        "doyen.lease.losses",
+        "{lease}",
+        "Leases of this process that were lost.",
+        _of_process("lease_losses"),
+        counts=True,
+    ),
+    Instrument(
+        "doyen.overruns",
+        "{term}",
+        "Terms whose work ended after its stop budget.",
+        _of_process("overruns"),
+        counts=True,
+    ),
+    Instrument(
+        "doyen.events.dropped",
+        "{event}",
+        "Events that were dropped before they came here.",
+        _of_process("dropped"),
+        counts=True,
+    ),
+    Instrument(
+        "doyen.store.reachable", "1", "Whether the store answers.", _of_process("reachable")
+    ),
+    Instrument(
+        "doyen.store.answer_age",
+        "s",
+        "How long ago the store answered last.",
+        _of_process("answer_age_s"),
+    ),
+    Instrument(
+        "doyen.election.led",
+        "1",
+        "Whether an election has a leader, or a lock a holder.",
+        _of_elections("led", "elections", "locks"),
+        ELECTION,
+    ),
+    Instrument(
+        "doyen.election.wanted",
+        "1",
+        "Whether an election should have a leader: 0 if the last resigned and none waits.",
+        _of_elections("wanted", "elections"),
+        ELECTION,
+    ),
+    Instrument(
+        "doyen.election.line_length",
+        "{candidate}",
+        "How many candidates wait.",
+        _of_elections("line_length", "elections", "locks"),
+        ELECTION,
+    ),
+    Instrument(
+        "doyen.election.leader_changes",
+        "{change}",
+        "Changes of leader or holder that were seen.",
+        _of_elections("leader_changes", "elections", "locks"),
+        ELECTION,
+        counts=True,
+    ),
+    Instrument(
+        "doyen.election.without_leader",
+        "s",
+        "The time for which an election was seen without a leader.",
+        _of_elections("without_leader_s", "elections"),
+        ELECTION,
+        counts=True,
+    ),
+)
