@@ -170,11 +170,10 @@ async def _measure(
                 break
     except LeaseGone as error:
         failed.append(
-            Finding(
-                level="problem",
-                subject="lease",
-                text=f"a lease of {lease.ttl_s:g} s ended while it was being renewed: {error}",
-                remedy="raise the ttl, and find out what delays this machine or the store",
+            Finding.problem(
+                "lease",
+                f"a lease of {lease.ttl_s:g} s ended while it was being renewed: {error}",
+                "raise the ttl, and find out what delays this machine or the store",
             )
         )
     return {name: Latency(tuple(taken)) for name, taken in samples.items() if taken}, failed
@@ -187,32 +186,28 @@ async def _line(store: Store, election: str) -> tuple[Line, Order | None]:
     return line_of(election, record, tickets), Order.decode(order.value) if order else None
 
 
-def _note(subject: str, text: str) -> Finding:
-    return Finding(level="note", subject=subject, text=text)
-
-
 def judge_times(
     timing: Timing, latencies: Mapping[Operation, Latency], *, requested_ttl_s: float
 ) -> Iterator[Finding]:
     """Whether the timing of a lease fits the store's latency."""
     if timing.ttl_s != requested_ttl_s:
-        yield _note("ttl", f"requested {requested_ttl_s:g} s, the store grants {timing.ttl_s:g} s")
+        yield Finding.note(
+            "ttl", f"requested {requested_ttl_s:g} s, the store grants {timing.ttl_s:g} s"
+        )
     if timing.ttl_s < LEAST_TTL_S:
         pause_s = timing.validity_s - timing.renew_every_s
-        yield Finding(
-            level="warning",
-            subject="ttl",
-            text=f"with {timing.ttl_s:g} s, a pause of {duration(pause_s)} between two renewals"
+        yield Finding.warning(
+            "ttl",
+            f"with {timing.ttl_s:g} s, a pause of {duration(pause_s)} between two renewals"
             " (swapping, a busy host, garbage collection) costs leadership",
-            remedy=f"a ttl of {LEAST_TTL_S:g} s or more, unless you have measured your pauses",
+            f"a ttl of {LEAST_TTL_S:g} s or more, unless you have measured your pauses",
         )
     if timing.stop_budget_s < LEAST_STOP_S:
-        yield Finding(
-            level="warning",
-            subject="stop budget",
-            text=f"after a loss the work has {duration(timing.stop_budget_s)} to end before"
+        yield Finding.warning(
+            "stop budget",
+            f"after a loss the work has {duration(timing.stop_budget_s)} to end before"
             " another candidate may lead",
-            remedy="raise the stop budget to what your work needs to stop, and the ttl with it",
+            "raise the stop budget to what your work needs to stop, and the ttl with it",
         )
     if latencies:
         yield _judge_timeout(timing, latencies)
@@ -225,7 +220,7 @@ def _judge_timeout(timing: Timing, latencies: Mapping[Operation, Latency]) -> Fi
     timeout_s = timing.request_timeout_s
     text = f"{duration(timeout_s)}; the slowest call, a {name}, took {duration(slowest.max_s)}"
     if SPARE * slowest.max_s <= timeout_s:
-        return Finding(level="ok", subject="request timeout", text=text)
+        return Finding.ok("request timeout", text)
     enough_s = math.ceil(6 * SPARE * slowest.max_s)
     given_up = slowest.max_s >= timeout_s
     return Finding(
@@ -244,41 +239,39 @@ def _judge_margin(timing: Timing, renewal: Latency) -> Finding:
         f" the slowest renewal took {duration(renewal.max_s)}"
     )
     if SPARE * renewal.max_s <= timing.margin_s:
-        return Finding(level="ok", subject="safety margin", text=text)
-    return Finding(
-        level="warning",
-        subject="safety margin",
-        text=f"{text}: one more delay, and leadership is lost",
-        remedy="raise the ttl, or lower the stop budget",
+        return Finding.ok("safety margin", text)
+    return Finding.warning(
+        "safety margin",
+        f"{text}: one more delay, and leadership is lost",
+        "raise the ttl, or lower the stop budget",
     )
 
 
 def _judge_clock(clock: Clock) -> Iterator[Finding]:
     if isinstance(clock, SystemClock) and not clock.covers_suspend:
-        yield Finding(
-            level="warning",
-            subject="clock",
-            text="this system has no boot-time clock: a leader does not count the time for which"
+        yield Finding.warning(
+            "clock",
+            "this system has no boot-time clock: a leader does not count the time for which"
             " its machine was suspended, and may regard an expired lease as valid",
-            remedy="run candidates on machines that are never suspended, and use fencing tokens",
+            "run candidates on machines that are never suspended, and use fencing tokens",
         )
 
 
 def judge_capabilities(limits: Capabilities) -> Iterator[Finding]:
     """What the engine cannot do, and the consequences."""
     if not limits.proof_of_death:
-        yield _note(
+        yield Finding.note(
             "failover",
             "this store has no proof of death: without a warden, a crashed leader is replaced when"
             " its lease has expired, like one that is frozen",
         )
     if limits.expiry_factor > 1:
-        yield _note(
+        yield Finding.note(
             "failover",
             f"this store may keep a lease for up to {limits.expiry_factor:g} times its ttl",
         )
     if not limits.linearizable_reads:
-        yield _note(
+        yield Finding.note(
             "reads",
             "reads of this store may be stale: leader, line and observers may show an earlier"
             " state",
@@ -291,51 +284,49 @@ def judge_line(
     """Whether an election is in order, on a store with these limits."""
     waiting = [each for each in line.candidates if not each.leads]
     if line.leader is None and not waiting:
-        yield _note("line", "no leader and no candidates")
+        yield Finding.note("line", "no leader and no candidates")
     elif line.leader is None:
-        yield Finding(
-            level="warning",
-            subject="line",
-            text=f"no leader, though {len(waiting)} wait: it has just resigned, or is frozen,"
+        yield Finding.warning(
+            "line",
+            f"no leader, though {len(waiting)} wait: it has just resigned, or is frozen,"
             " and its lease has not expired yet",
-            remedy="if it lasts, check whether the first in line is frozen: doyen line --watch",
+            "if it lasts, check whether the first in line is frozen: doyen line --watch",
         )
     elif limits is not None and not limits.has_line:
         text = f"{line.leader.name!r} leads; this store does not show who waits"
-        yield Finding(level="ok", subject="line", text=text)
+        yield Finding.ok("line", text)
     elif not waiting:
-        yield Finding(
-            level="warning",
-            subject="line",
-            text=f"{line.leader.name!r} leads and no candidate waits: if it ends, none follows",
-            remedy="start another candidate (those with the recipe 'race' are not shown here)",
+        yield Finding.warning(
+            "line",
+            f"{line.leader.name!r} leads and no candidate waits: if it ends, none follows",
+            "start another candidate (those with the recipe 'race' are not shown here)",
         )
     else:
         text = f"{line.leader.name!r} leads, {len(waiting)} waiting"
-        yield Finding(level="ok", subject="line", text=text)
+        yield Finding.ok("line", text)
     foreign = [each for each in line.candidates if each.foreign]
     if line.leader is not None and line.leader.foreign:
-        yield Finding(
-            level="warning",
-            subject="term",
-            text=f"the term of {line.leader.name!r} (token {line.leader.token}) is foreign: its"
+        yield Finding.warning(
+            "term",
+            f"the term of {line.leader.name!r} (token {line.leader.token}) is foreign: its"
             " program does not stop by itself in time when its lease is lost",
-            remedy="let resources check tokens, and move its program to doyen",
+            "let resources check tokens, and move its program to doyen",
         )
     if foreign:
         names_shown = ", ".join(repr(each.name) for each in foreign)
-        yield _note("line", f"{len(foreign)} of {len(line.candidates)} foreign: {names_shown}")
+        yield Finding.note(
+            "line", f"{len(foreign)} of {len(line.candidates)} foreign: {names_shown}"
+        )
     names = Counter(each.name for each in line.candidates)
     for name, count in names.items():
         if count > 1:
-            yield Finding(
-                level="warning",
-                subject="line",
-                text=f"{count} candidates are named {name!r}: transfer cannot choose between them",
-                remedy="give each its own name",
+            yield Finding.warning(
+                "line",
+                f"{count} candidates are named {name!r}: transfer cannot choose between them",
+                "give each its own name",
             )
     if order is not None and line.leader is not None and order.token == line.leader.token:
-        yield _note("order", f"{order.by!r} has ordered {line.leader.name!r} to let go")
+        yield Finding.note("order", f"{order.by!r} has ordered {line.leader.name!r} to resign")
 
 
 def duration(seconds: float) -> str:

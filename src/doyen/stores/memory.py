@@ -346,12 +346,11 @@ class MemoryStore(Store):
 
     async def diagnose(self) -> Sequence[Finding]:
         return [
-            Finding(
-                level="warning",
-                subject="memory",
-                text="a memory store exists in one process: other processes do not see it, and its"
+            Finding.warning(
+                "memory",
+                "a memory store exists in one process: other processes do not see it, and its"
                 " tokens start again with each process",
-                remedy="for several processes use another store, such as sqlite:///path",
+                "for several processes use another store, such as sqlite:///path",
             )
         ]
 

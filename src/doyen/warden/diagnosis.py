@@ -40,21 +40,21 @@ class Surroundings:
 def findings(here: Surroundings) -> Iterator[Finding]:
     """What a warden can do for a process in these surroundings."""
     if not here.has_pidfd:
-        yield _note(
+        yield Finding.note(
+            "warden",
             "the kernel does not report deaths here (no pidfd), so a warden cannot help: leases of"
             " processes that die expire",
         )
         return
     if here.refused:
-        yield Finding(
-            level="warning",
-            subject="warden",
-            text=f"the warden of this host cannot be used: {here.refused}",
-            remedy="correct this, or use warden='process'",
+        yield Finding.warning(
+            "warden",
+            f"the warden of this host cannot be used: {here.refused}",
+            "correct this, or use warden='process'",
         )
     if here.host:
         text = "a crashed leader of this user is replaced at once"
-        yield Finding(level="ok", subject="warden", text=f"{here.host} serves this user: {text}")
+        yield Finding.ok("warden", f"{here.host} serves this user: {text}")
         return
     reasons = []
     if here.in_container:
@@ -67,21 +67,17 @@ def findings(here: Surroundings) -> Iterator[Finding]:
             " main process has ended"
         )
     if reasons:
-        yield Finding(
-            level="warning",
-            subject="warden",
-            text=f"warden='process' may not help here: {'; '.join(reasons)}",
-            remedy="run the warden of the host, outside of it: doyen warden",
+        yield Finding.warning(
+            "warden",
+            f"warden='process' may not help here: {'; '.join(reasons)}",
+            "run the warden of the host, outside of it: doyen warden",
         )
     else:
-        yield _note(
+        yield Finding.note(
+            "warden",
             "no warden serves this user on this host. With warden='process', or `doyen warden`,"
             " a crashed leader is replaced at once instead of when its lease has expired",
         )
-
-
-def _note(text: str) -> Finding:
-    return Finding(level="note", subject="warden", text=text)
 
 
 def look() -> Surroundings:

@@ -62,27 +62,22 @@ def findings(states: Sequence[AgentState], ttl_min_s: float) -> list[Finding]:
 def _agents(states: Sequence[AgentState]) -> Iterator[Finding]:
     for state in states:
         if state.error:
-            yield Finding(
-                level="warning",
-                subject="agents",
-                text=state.error,
-                remedy="bring the agent back, or take it out of the URL",
+            yield Finding.warning(
+                "agents", state.error, "bring the agent back, or take it out of the URL"
             )
     datacentres = sorted({state.datacentre for state in states if state.datacentre})
     if len(datacentres) > 1:
-        yield Finding(
-            level="problem",
-            subject="agents",
-            text=f"the agents are of several datacentres, {', '.join(datacentres)}: each would"
+        yield Finding.problem(
+            "agents",
+            f"the agents are of several datacentres, {', '.join(datacentres)}: each would"
             " elect a leader",
-            remedy="name agents of one datacentre only",
+            "name agents of one datacentre only",
         )
     if len(states) == 1:
-        yield Finding(
-            level="note",
-            subject="agents",
-            text=f"the URL names one agent, {states[0].agent}: if it fails, the store is lost",
-            remedy="name several, separated by commas, unless each machine uses its own agent",
+        yield Finding.note(
+            "agents",
+            f"the URL names one agent, {states[0].agent}: if it fails, the store is lost",
+            "name several, separated by commas, unless each machine uses its own agent",
         )
 
 
@@ -99,27 +94,24 @@ def _versions(states: Sequence[AgentState]) -> Iterator[Finding]:
                 remedy=f"update Consul to {'.'.join(map(str, OLDEST))} or later" if old else "",
             )
         elif not state.error:
-            yield Finding(
-                level="note",
-                subject="version",
-                text=f"{state.agent} does not report its version and datacentre to this ACL token",
-                remedy="grant agent:read to have them checked",
+            yield Finding.note(
+                "version",
+                f"{state.agent} does not report its version and datacentre to this ACL token",
+                "grant agent:read to have them checked",
             )
 
 
 def _times(states: Sequence[AgentState], ttl_min_s: float) -> Iterator[Finding]:
     lease_s = max((state.leader_lease_s for state in states), default=0.0)
     if ttl_min_s < lease_s:
-        yield Finding(
-            level="warning",
-            subject="session_ttl_min",
-            text=f"sessions may be as short as {ttl_min_s:g} s, while a deposed server may answer"
+        yield Finding.warning(
+            "session_ttl_min",
+            f"sessions may be as short as {ttl_min_s:g} s, while a deposed server may answer"
             f" renewals for {lease_s:g} s: a shorter ttl than that is not safe",
-            remedy=f"use a ttl of {lease_s:g} s or more, or lower performance.raft_multiplier",
+            f"use a ttl of {lease_s:g} s or more, or lower performance.raft_multiplier",
         )
-    yield Finding(
-        level="note",
-        subject="expiry",
-        text="Consul keeps a session up to twice its ttl after the last renewal; the worst"
+    yield Finding.note(
+        "expiry",
+        "Consul keeps a session up to twice its ttl after the last renewal; the worst"
         " case includes that",
     )

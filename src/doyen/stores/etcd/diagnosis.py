@@ -80,41 +80,34 @@ def _versions(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
 def _members(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for state in states:
         if state.error:
-            yield Finding(
-                level="warning",
-                subject="members",
-                text=state.error,
-                remedy="bring the member back, or take it out of the URL",
+            yield Finding.warning(
+                "members", state.error, "bring the member back, or take it out of the URL"
             )
         elif state.learner:
-            yield Finding(
-                level="warning",
-                subject="members",
-                text=f"{state.member} is a learner, which serves no requests",
-                remedy="promote it, or take it out of the URL",
+            yield Finding.warning(
+                "members",
+                f"{state.member} is a learner, which serves no requests",
+                "promote it, or take it out of the URL",
             )
         elif not state.has_leader:
-            yield Finding(
-                level="problem",
-                subject="members",
-                text=f"{state.member} knows no leader of the cluster: elections stand still",
-                remedy="make sure that a majority of the members is up and connected",
+            yield Finding.problem(
+                "members",
+                f"{state.member} knows no leader of the cluster: elections stand still",
+                "make sure that a majority of the members is up and connected",
             )
     if len(states) == 1:
-        yield Finding(
-            level="note",
-            subject="members",
-            text=f"the URL names one member, {states[0].member}: if it fails, the store is lost",
-            remedy="name all members, separated by commas",
+        yield Finding.note(
+            "members",
+            f"the URL names one member, {states[0].member}: if it fails, the store is lost",
+            "name all members, separated by commas",
         )
 
 
 def _alarms(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
     for state in states:
         for alarm in state.alarms:
-            yield Finding(
-                level="problem",
-                subject="alarms",
-                text=f"{state.member}: {alarm}",
-                remedy="see etcd's manual on alarms: with NOSPACE raised it accepts no writes",
+            yield Finding.problem(
+                "alarms",
+                f"{state.member}: {alarm}",
+                "see etcd's manual on alarms: with NOSPACE raised it accepts no writes",
             )

@@ -42,4 +42,4 @@ def version_findings(
             remedy=defect.remedy or f"update {engine} to {fixed} or later",
         )
     if not present:
-        yield Finding(level="ok", subject="version", text=running)
+        yield Finding.ok("version", running)

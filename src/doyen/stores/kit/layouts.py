@@ -203,7 +203,6 @@ class LineLayout(GuardedStore):
     create_and_look = GuardedStore.create_and_look  # by the operations of the layout
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        self._require_usable()
         return await self._before(ticket)
 
     async def get(self, key: str) -> Entry | None:
@@ -236,11 +235,10 @@ class LineLayout(GuardedStore):
 
 
 def layout_finding(layout: str, foreign: str, lacks: str) -> Finding:
-    return Finding(
-        level="warning",
-        subject=f"layout={layout}",
-        text=f"{foreign} may lead too, and promise less: {lacks}",
-        remedy="let resources check tokens, and move the other candidates to doyen",
+    return Finding.warning(
+        f"layout={layout}",
+        f"{foreign} may lead too, and promise less: {lacks}",
+        "let resources check tokens, and move the other candidates to doyen",
     )
 
 

@@ -98,31 +98,28 @@ def findings(states: Sequence[NodeAnswer]) -> list[Finding]:
 def _nodes(states: Sequence[NodeAnswer]) -> Iterator[Finding]:
     for state in states:
         if state.condition is None:
-            yield Finding(
-                level="warning",
-                subject=state.address,
-                text=f"this node does not serve: {state.silent_because}",
-                remedy="start it, or correct the URL",
+            yield Finding.warning(
+                state.address,
+                f"this node does not serve: {state.silent_because}",
+                "start it, or correct the URL",
             )
     outside = outsiders(states)
     up = [state.condition for state in states if state.condition is not None]
     for each in up if _led(up) else ():
         if each.leader is None and each.node not in outside:
             reasons = [reason for node, reason in _refusals(up) if node == each.node]
-            yield Finding(
-                level="warning",
-                subject=each.node,
-                text=": ".join(
+            yield Finding.warning(
+                each.node,
+                ": ".join(
                     ["this node runs, but knows no leader although there is one", *reasons[:1]]
                 ),
-                remedy="" if reasons else "see its log: it cannot reach the others",
+                "" if reasons else "see its log: it cannot reach the others",
             )
     for node in sorted(outside):
-        yield Finding(
-            level="note",
-            subject=node,
-            text="this node runs, but is not a member of the quorum",
-            remedy="stop it and remove it from the URL, or add it to the quorum",
+        yield Finding.note(
+            node,
+            "this node runs, but is not a member of the quorum",
+            "stop it and remove it from the URL, or add it to the quorum",
         )
 
 
@@ -136,24 +133,19 @@ def _leadership(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     if latest is None:
         return
     if waiting := [_waits(each) for each in up if each.missing and latest.leader is None]:
-        yield Finding(
-            level="problem",
-            subject="quorum",
-            text=f"the cluster has not been founded: {'; '.join(waiting)}",
-            remedy=FOUND,
+        yield Finding.problem(
+            "quorum", f"the cluster has not been founded: {'; '.join(waiting)}", FOUND
         )
     elif latest.leader is None:
-        yield Finding(
-            level="problem",
-            subject="quorum",
-            text="no leader is known: nothing can be written",
-            remedy="start nodes until a majority runs",
+        yield Finding.problem(
+            "quorum",
+            "no leader is known: nothing can be written",
+            "start nodes until a majority runs",
         )
     else:
-        yield Finding(
-            level="ok",
-            subject="quorum",
-            text=f"{latest.leader} leads generation {latest.generation};"
+        yield Finding.ok(
+            "quorum",
+            f"{latest.leader} leads generation {latest.generation};"
             f" {latest.keys} keys, {latest.leases} leases",
         )
 
@@ -169,66 +161,58 @@ def _members(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     known = len({*latest.voters, *latest.learners})
     if missing and len(running) == majority and len(voters) > 1:
         names = ", ".join(sorted(missing))
-        yield Finding(
-            level="warning",
-            subject="quorum",
-            text=f"at risk: of {len(voters)} voters, {names} cannot be reached from here, or"
+        yield Finding.warning(
+            "quorum",
+            f"at risk: of {len(voters)} voters, {names} cannot be reached from here, or"
             " has no leader; if one more fails, nothing can be written",
-            remedy="start the missing nodes, and name every node in the URL",
+            "start the missing nodes, and name every node in the URL",
         )
     if len(voters) == 1:
-        yield Finding(
-            level="note",
-            subject="quorum",
-            text="there is only one voter: if it fails, the quorum is unavailable",
-            remedy="add nodes: three tolerate the failure of one",
+        yield Finding.note(
+            "quorum",
+            "there is only one voter: if it fails, the quorum is unavailable",
+            "add nodes: three tolerate the failure of one",
         )
     elif len(voters) % 2 == 0:
-        yield Finding(
-            level="warning",
-            subject="quorum",
-            text=f"an even number of voters ({len(voters)}): it tolerates no more failures than"
+        yield Finding.warning(
+            "quorum",
+            f"an even number of voters ({len(voters)}): it tolerates no more failures than"
             f" {len(voters) - 1} would",
-            remedy="add a node, or remove one",
+            "add a node, or remove one",
         )
     if latest.learners:
-        yield Finding(
-            level="note",
-            subject="quorum",
-            text=f"of {known} nodes, {', '.join(sorted(latest.learners))} do not vote (learners)",
-            remedy="promote them when they have caught up",
+        yield Finding.note(
+            "quorum",
+            f"of {known} nodes, {', '.join(sorted(latest.learners))} do not vote (learners)",
+            "promote them when they have caught up",
         )
 
 
 def _versions(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     versions = sorted({each.version for each in up})
     if len(versions) > 1:
-        yield Finding(
-            level="note",
-            subject="versions",
-            text=f"nodes run different versions of doyen: {', '.join(versions)}",
-            remedy="finish the upgrade, one node after the other",
+        yield Finding.note(
+            "versions",
+            f"nodes run different versions of doyen: {', '.join(versions)}",
+            "finish the upgrade, one node after the other",
         )
     elif versions:
-        yield Finding(level="ok", subject="versions", text=f"doyen {versions[0]} on all nodes")
+        yield Finding.ok("versions", f"doyen {versions[0]} on all nodes")
 
 
 def _disks(up: Sequence[NodeStatus]) -> Iterator[Finding]:
     for each in up:
         if each.full:
-            yield Finding(
-                level="problem",
-                subject=each.node,
-                text="its disk is full: while it leads, nothing can be written",
-                remedy="free space in the file system of its data directory",
+            yield Finding.problem(
+                each.node,
+                "its disk is full: while it leads, nothing can be written",
+                "free space in the file system of its data directory",
             )
     latest = max(up, key=lambda each: each.commit, default=None)
     if latest is not None and latest.alarm:
-        yield Finding(
-            level="problem",
-            subject="quota",
-            text=f"the keyspace is full, and writes were refused: {latest.bytes} of"
+        yield Finding.problem(
+            "quota",
+            f"the keyspace is full, and writes were refused: {latest.bytes} of"
             f" {latest.quota} bytes are in use",
-            remedy="delete entries or end leases, or restart every node with a larger"
-            " --quota-bytes",
+            "delete entries or end leases, or restart every node with a larger --quota-bytes",
         )

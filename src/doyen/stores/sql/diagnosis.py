@@ -26,20 +26,15 @@ def findings_of_postgresql(
     """What the state of a PostgreSQL server means for elections. `lagging_standbys` counts standbys
     that may lack confirmed commits."""
     subject = "postgresql"
-    yield Finding(
-        level="ok",
-        subject=subject,
-        text=f"PostgreSQL {version}, {connections} connections of doyen",
-    )
+    yield Finding.ok(subject, f"PostgreSQL {version}, {connections} connections of doyen")
     if poll_s is None:
-        yield Finding(level="ok", subject="changes", text="changes are notified by LISTEN")
+        yield Finding.ok("changes", "changes are notified by LISTEN")
     else:
         why = "the connection goes through a pooler, so " if pooled else ""
-        yield Finding(
-            level="note",
-            subject="changes",
-            text=f"{why}changes are asked for every {poll_s * 1000:g} ms",
-            remedy="add listen=postgresql://... with the server's own address",
+        yield Finding.note(
+            "changes",
+            f"{why}changes are asked for every {poll_s * 1000:g} ms",
+            "add listen=postgresql://... with the server's own address",
         )
     if not fsync:
         yield _not_durable(subject, "fsync is off", "set fsync = on")
@@ -52,12 +47,11 @@ def findings_of_postgresql(
             if timelines
             else "tokens may be given out twice"
         )
-        yield Finding(
-            level="warning",
-            subject="replication",
-            text=f"{counted} may lack the last commits: after a failover a leader record can be"
+        yield Finding.warning(
+            "replication",
+            f"{counted} may lack the last commits: after a failover a leader record can be"
             f" lost while its leader is still valid; {tokens}",
-            remedy="replicate synchronously (synchronous_standby_names)"
+            "replicate synchronously (synchronous_standby_names)"
             + ("" if timelines else ", or set token_floor after a failover"),
         )
 
@@ -68,38 +62,33 @@ def findings_of_mysql(
     """What the state of a server of MySQL or MariaDB means for elections. `sync_binary_log` is None
     if it keeps no binary log."""
     subject = "mysql"
-    yield Finding(level="ok", subject=subject, text=version)
-    yield Finding(
-        level="ok",
-        subject="changes",
-        text=f"while something is watched, changes are asked for every {poll_s * 1000:g} ms",
+    yield Finding.ok(subject, version)
+    yield Finding.ok(
+        "changes", f"while something is watched, changes are asked for every {poll_s * 1000:g} ms"
     )
     if flush_log != 1:
         name = "innodb_flush_log_at_trx_commit"
         yield _not_durable(subject, f"{name} is {flush_log}", f"set {name} = 1")
     if sync_binary_log not in (None, 1):
-        yield Finding(
-            level="note",
-            subject="replication",
-            text=f"sync_binlog is {sync_binary_log}: after a crash of the machine, replicas"
+        yield Finding.note(
+            "replication",
+            f"sync_binlog is {sync_binary_log}: after a crash of the machine, replicas"
             " may lack the last commits",
-            remedy="set sync_binlog = 1",
+            "set sync_binlog = 1",
         )
     if galera:
-        yield Finding(
-            level="note",
-            subject="replication",
-            text="this is a Galera cluster: certification prevents conflicting records, but a read"
+        yield Finding.note(
+            "replication",
+            "this is a Galera cluster: certification prevents conflicting records, but a read"
             " at one member may lag behind a write at another",
-            remedy="let all candidates use one node first (list the others after it in the URL)",
+            "let all candidates use one node first (list the others after it in the URL)",
         )
 
 
 def _not_durable(subject: str, what: str, remedy: str) -> Finding:
-    return Finding(
-        level="warning",
-        subject=subject,
-        text=f"{what}: after a crash of the machine, confirmed writes may be lost, among them a"
+    return Finding.warning(
+        subject,
+        f"{what}: after a crash of the machine, confirmed writes may be lost, among them a"
         " leader record or a renewal",
-        remedy=remedy,
+        remedy,
     )

@@ -99,36 +99,32 @@ def _versions(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
 def _servers(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
     for state in states:
         if state.error:
-            yield Finding(
-                level="warning",
-                subject="servers",
-                text=f"{state.server}: {state.error}",
-                remedy="bring the server back, or take it out of the URL",
+            yield Finding.warning(
+                "servers",
+                f"{state.server}: {state.error}",
+                "bring the server back, or take it out of the URL",
             )
         elif not state.version:
-            yield Finding(
-                level="note",
-                subject="servers",
-                text=f"{state.server} reports no version: it forbids srvr, or does not serve",
-                remedy="permit it: 4lw.commands.whitelist=srvr, conf",
+            yield Finding.note(
+                "servers",
+                f"{state.server} reports no version: it forbids srvr, or does not serve",
+                "permit it: 4lw.commands.whitelist=srvr, conf",
             )
     answering = [state for state in states if state.mode]
     if len(states) > 1 and any(state.mode == "standalone" for state in answering):
-        yield Finding(
-            level="problem",
-            subject="servers",
-            text="the URL names several servers and one of them is standalone: they do not hold"
+        yield Finding.problem(
+            "servers",
+            "the URL names several servers and one of them is standalone: they do not hold"
             " the same data, and each may elect a leader",
-            remedy="name the servers of one ensemble only",
+            "name the servers of one ensemble only",
         )
     if len(states) == 1:
         alone = states[0].mode == "standalone"
-        yield Finding(
-            level="note",
-            subject="servers",
-            text=f"{states[0].server} is the only server"
+        yield Finding.note(
+            "servers",
+            f"{states[0].server} is the only server"
             + (": if it fails, elections stand still" if alone else " in the URL, of several"),
-            remedy="run an ensemble of three" if alone else "name all, separated by commas",
+            "run an ensemble of three" if alone else "name all, separated by commas",
         )
 
 
