@@ -37,7 +37,7 @@ LAYOUT = "lock"
 FLAGS = 0x2DDCCBC058A50C18
 """Of the keys of locks of the Go client."""
 LOCK_DELAY = "lock-delay of Consul"
-"""Stands for the leader as long as nobody can lock the key."""
+"""Shown as the leader while Consul refuses every lock of the key."""
 RETRY_S = 1.0
 _NAMES = 1000
 """How many names of sessions are kept."""
@@ -114,7 +114,6 @@ class ConsulLockStore(ConsulStore):
         return []
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         if place_of(scope, LAYOUT).part != "leader":
             return WatchHandle(scope, notify, lambda _: None)
         watch = await self._watches.watch(self._path(scope), notify)

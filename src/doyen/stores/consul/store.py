@@ -108,7 +108,6 @@ class ConsulStore(GuardedStore):
             )
 
     async def grant(self, ttl_s: float) -> Lease:
-        self._require_usable()
         if ttl_s > TTL_MAX_S:
             raise ConfigError(f"a session of Consul lasts {TTL_MAX_S:g} s at most, not {ttl_s:g} s")
         granted_s = math.ceil(max(ttl_s, self.capabilities.ttl_min_s) * 1000) / 1000
@@ -116,13 +115,11 @@ class ConsulStore(GuardedStore):
         return Lease(answer.json["ID"], granted_s)
 
     async def renew(self, lease: Lease) -> None:
-        self._require_usable()
         answer = await self._renewals.ask("PUT", f"session/renew/{lease.id}", accept=(200, 404))
         if answer.status == 404:
             raise LeaseGone("Consul has ended the session")
 
     async def revoke(self, lease: Lease) -> None:
-        self._require_usable()
         try:
             await self._client.ask("PUT", f"session/destroy/{lease.id}")
         except OutcomeUnknown as error:
@@ -244,11 +241,9 @@ class ConsulStore(GuardedStore):
         return sorted(map(self._entry, await self._read(path, recurse=None)), key=_place)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         return await self._watches.watch(self._path(scope), notify)
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
         states = []
         for pool in self._client.pools:
             host = pool.agent.host

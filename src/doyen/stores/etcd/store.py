@@ -83,7 +83,6 @@ class EtcdStore(GuardedStore):
         return Lease(f"{granted.ID:016x}", float(granted.TTL))
 
     async def renew(self, lease: Lease) -> None:
-        self._require_usable()
         await self._leases.renew(_number(lease))
 
     async def revoke(self, lease: Lease) -> None:
@@ -93,7 +92,6 @@ class EtcdStore(GuardedStore):
             pass
 
     async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
-        self._require_usable()
         turns = asyncio.Semaphore(READS_IN_FLIGHT)
 
         async def ask(lease: str) -> Any:
@@ -270,11 +268,9 @@ class EtcdStore(GuardedStore):
         return sorted(map(self._entry, answer.kvs), key=_place)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         return await self._watches.watch(self._prefix + scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
         states = await asyncio.gather(*map(self._cluster.inspect, self._cluster.members))
         return findings(states)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 from doyen._waiting import shared
@@ -21,6 +22,8 @@ _FORKED = (
     "this store was opened before a fork and belongs to the parent process: connect again in the"
     " child"
 )
+_CALLS = [name for name, call in vars(Store).items() if iscoroutinefunction(call)]
+_CALLS.remove("close")
 
 S = TypeVar("S", bound=Store)
 
@@ -38,9 +41,10 @@ async def opened(store: S, opening: Awaitable[None]) -> S:
 class GuardedStore(Store):
     """A store that refuses calls after `close`, and in a child process after a fork.
 
-    An adapter calls `_require_usable` first in each method of the port, and overrides `_release`
-    and, if it must do something in a forked child, `_abandon`. Each is called at most once. If the
-    parent was closing the store when it forked, `_abandon` meets what `_release` has left.
+    An adapter overrides `_release` and, if it must do something in a forked child, `_abandon`. Each
+    is called at most once. If the parent was closing the store when it forked, `_abandon` meets
+    what `_release` has left. A method of several requests calls `_require_usable` before each, so
+    that it opens no connection again.
     """
 
     _unusable: str | None = None
@@ -49,6 +53,16 @@ class GuardedStore(Store):
     def _require_usable(self) -> None:
         if self._unusable is not None:
             raise StoreUnusable(self._unusable)
+
+    def _refuse_calls(self, reason: str) -> None:
+        """From now on, all calls of the port but `close` raise."""
+
+        async def refused(*_: object, **__: object) -> None:
+            raise StoreUnusable(reason)
+
+        self._unusable = reason
+        for name in _CALLS:
+            setattr(self, name, refused)
 
     def warrant(self, lease: Lease) -> bytes:
         """The id. This suffices where ids are unique across clusters, and `revoke` ends the leases
@@ -68,12 +82,12 @@ class GuardedStore(Store):
 
     def forked(self) -> None:
         if self._unusable != _FORKED:
-            self._unusable = _FORKED
+            self._refuse_calls(_FORKED)
             self._abandon()
 
     async def close(self) -> None:
         if self._unusable is None:
-            self._unusable = CLOSED
+            self._refuse_calls(CLOSED)
             self._releasing = asyncio.get_running_loop().create_task(self._release())
         if self._releasing is not None:  # goes on if this call is cancelled
             await shared(self._releasing)

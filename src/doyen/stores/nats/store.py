@@ -58,30 +58,24 @@ class NatsStore(GuardedStore):
         await self._leases.start()
 
     async def grant(self, ttl_s: float) -> Lease:
-        self._require_usable()
         return await self._leases.grant(max(ttl_s, self.capabilities.ttl_min_s))
 
     async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
-        self._require_usable()
         return await self._leases.remaining(leases)
 
     async def renew(self, lease: Lease) -> None:
-        self._require_usable()
         await self._leases.renew(lease)
 
     async def revoke(self, lease: Lease) -> None:
-        self._require_usable()
         await self._leases.revoke(lease)
 
     def warrant(self, lease: Lease) -> bytes:
         return self._leases.warrant(lease)
 
     async def end(self, warrant: bytes) -> None:
-        self._require_usable()
         await self._leases.end(warrant)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
-        self._require_usable()
         while True:
             sequence = await self._write_new(key, value, {LEASE: lease.id}, lease.id)
             if sequence is not None:
@@ -128,7 +122,6 @@ class NatsStore(GuardedStore):
                 self._mirror.view.correct_marker(key, expected, found)
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        self._require_usable()
         if if_version is None:
             sequence = await self._write_new(key, value, {}, None)
             return None if sequence is None else Entry(key, value, sequence, sequence)
@@ -136,7 +129,6 @@ class NatsStore(GuardedStore):
         return None if present is None else await self._replace(present._replace(lease=None), value)
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
-        self._require_usable()
         present = await self._present(entry.key, entry.version)
         if present is None or present.lease is None:
             return None
@@ -175,7 +167,6 @@ class NatsStore(GuardedStore):
         return present._replace(value=value, version=sequence)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        self._require_usable()
         known = self._mirror.view.entries.get(key)
         # However old the copy is: the server compares the version, and it is used only once.
         is_known = known is not None and known.version == if_version
@@ -203,7 +194,6 @@ class NatsStore(GuardedStore):
                 continue
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        self._require_usable()
         self._leases.require(lease.id)
         key = f"{line}/{rank}-{uuid.uuid4().hex}"
         sequence = await self._mirror.write(self._subject(key), value, 0, {LEASE: lease.id})
@@ -212,7 +202,6 @@ class NatsStore(GuardedStore):
         return Entry(key, value, sequence, sequence, lease.id)
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        self._require_usable()
         checked = 1
         while True:
             await self._mirror.catch_up()
@@ -225,7 +214,6 @@ class NatsStore(GuardedStore):
             checked = min(2 * checked, PIPELINED)  # expired leases come in groups
 
     async def get(self, key: str) -> Entry | None:
-        self._require_usable()
         while True:
             await self._mirror.catch_up()
             entry = self._mirror.view.entries.get(key)
@@ -233,7 +221,6 @@ class NatsStore(GuardedStore):
                 return entry
 
     async def list(self, prefix: str) -> list_[Entry]:
-        self._require_usable()
         while True:
             await self._mirror.catch_up()
             entries = self._mirror.view.under(prefix)
@@ -241,7 +228,6 @@ class NatsStore(GuardedStore):
                 return entries
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         watch = await self._leases.observer.watch(scope, notify)
         try:
             await self._mirror.catch_up()
@@ -252,16 +238,15 @@ class NatsStore(GuardedStore):
 
     async def diagnose(self) -> Sequence[Finding]:
         version = self._jetstream.version
-        findings = [Finding(level="ok", subject="version", text=f"NATS {version}")]
+        findings = [Finding.ok("version", f"NATS {version}")]
         if self._buckets.replicas == 1:
             findings.append(
-                Finding(
-                    level="warning",
-                    subject="durability",
-                    text="the bucket has one replica, and by default a server confirms writes"
+                Finding.warning(
+                    "durability",
+                    "the bucket has one replica, and by default a server confirms writes"
                     " before they are on disk: if it crashes, confirmed writes may be lost and a"
                     " second leader elected; only fencing by tokens protects against that",
-                    remedy="set jetstream.sync_interval to always, or use three replicas",
+                    "set jetstream.sync_interval to always, or use three replicas",
                 )
             )
         return findings

@@ -133,7 +133,6 @@ class QuorumStore(GuardedStore):
                 raise _unexpected(other)
 
     async def renew(self, lease: Lease) -> None:
-        self._require_usable()
         number = _number(lease)
         # An idle connection that died goes unnoticed, and its watches with it.
         self._requests.probe()
@@ -214,12 +213,10 @@ class QuorumStore(GuardedStore):
         return await self._find(lambda id: Head(id, line))  # noqa: A006
 
     async def list(self, prefix: str) -> list[Entry]:
-        self._require_usable()
         records: list[StoredEntry] = await self._requests.ask(lambda id: Scan(id, prefix))  # noqa: A006
         return [_entry(record) for record in records]
 
     async def remaining(self, leases: Sequence[str]) -> dict[str, float]:
-        self._require_usable()
         known: dict[str, float] = {}
         for begin in range(0, len(leases), MAX_LEASES):
             some = leases[begin : begin + MAX_LEASES]
@@ -235,7 +232,6 @@ class QuorumStore(GuardedStore):
         return known
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         return await self._requests.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:

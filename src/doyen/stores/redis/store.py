@@ -203,12 +203,10 @@ class RedisStore(GuardedStore):
         return next(iter(await self._entries("first", *_under(line))), None)
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         await self._subscriber.subscribe(scope)
         return await self._observer.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
         facts: dict[str, str] = {}
         for section in ("server", "replication", "persistence", "memory", "cluster"):
             facts |= facts_in(await self._scripts.command("INFO", section))

@@ -134,7 +134,7 @@ def _shown(host: Host) -> str:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of what a failed attempt to connect still refers to. Client libraries leave cycles of
+    """Release what a failed attempt to connect still refers to. Client libraries leave cycles of
     references, which last until the next garbage collection: psycopg a socket with each attempt
     that times out or is cancelled, asyncmy 80 kB of buffers with each that fails."""
     chain: BaseException | None = error

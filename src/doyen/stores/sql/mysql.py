@@ -466,7 +466,6 @@ class MySQLStore(RelationalStore):
         await super()._release()
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
         ((flush, logs, sync),) = await self._connection.read(_FACTS, {})
         galera = await self._connection.read("SHOW GLOBAL VARIABLES LIKE 'wsrep_on'", {})
         return list(

@@ -278,7 +278,6 @@ class PostgreSQLStore(RelationalStore):
         )
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         if self._listener is not None:
             await self._listener.connected()
             if self._listening is None:
@@ -294,7 +293,6 @@ class PostgreSQLStore(RelationalStore):
         await super()._release()
 
     async def diagnose(self) -> Sequence[Finding]:
-        self._require_usable()
         ((version, fsync, full, lagging, connections),) = await self._connection.read(_FACTS, {})
         return list(
             findings_of_postgresql(

@@ -185,7 +185,6 @@ class RelationalStore(GuardedStore):
             raise
 
     async def grant(self, ttl_s: float) -> Lease:
-        self._require_usable()
         granted_s = max(ttl_s, self.capabilities.ttl_min_s)
         lease = Lease(uuid.uuid4().hex, granted_s)
         ttl_us = round(granted_s * 1e6)
@@ -195,7 +194,6 @@ class RelationalStore(GuardedStore):
         return lease
 
     async def renew(self, lease: Lease) -> None:
-        self._require_usable()
         self._connection.reconnect()
         rows = await self._renewals.write(self._sql["renew"], {"lease": lease.id})
         if not rows:
@@ -203,7 +201,6 @@ class RelationalStore(GuardedStore):
         self._observer.judge(_lease_row(rows[0]))
 
     async def revoke(self, lease: Lease) -> None:
-        self._require_usable()
         await self._connection.write(
             self._sql["revoke"], {"lease": lease.id}, early=True, then=self._names["ring_all"]
         )
@@ -263,7 +260,6 @@ class RelationalStore(GuardedStore):
         return present if present is not None and present.version == number else None
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
-        self._require_usable()
         if type(entry.version) is not int:
             return None
         given = {"path": entry.key, "value": value, "version": entry.version, "lease": ""}
@@ -291,7 +287,6 @@ class RelationalStore(GuardedStore):
             await self._end(over)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        self._require_usable()
         if if_version is not None and type(if_version) is not int:
             return False
         return await self._deletions.ask((_checked(key), if_version))
@@ -317,7 +312,6 @@ class RelationalStore(GuardedStore):
         return [path in deleted for path, _ in deletions]
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
-        self._require_usable()
         if not -_RANKS < rank < _RANKS:
             raise ConfigError(f"a rank is between {-_RANKS + 1} and {_RANKS - 1}, not {rank}")
         prefix = _checked(f"{line}/{_RANKS - rank:08x}-", spare=20)
@@ -447,7 +441,6 @@ class RelationalStore(GuardedStore):
         return position, [text_of(path) for _, path in rows if path is not None]
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         return await self._observer.watch(scope, notify)
 
     async def _release(self) -> None:

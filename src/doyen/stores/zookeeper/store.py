@@ -133,7 +133,6 @@ class ZooKeeperStore(GuardedStore):
             ) from error
 
     async def grant(self, ttl_s: float) -> Lease:
-        self._require_usable()
         ask_s = max(ttl_s, self.capabilities.ttl_min_s)
         session = LeaseSession(self._address, timeout_s=ask_s)
         began = self._address.clock.now()
@@ -166,7 +165,6 @@ class ZooKeeperStore(GuardedStore):
             raise LeaseGone(f"the znode of lease {lease.id} was removed") from error
 
     async def revoke(self, lease: Lease) -> None:
-        self._require_usable()
         session = self._leases.get(lease.id)
         if session is None:
             return
@@ -178,7 +176,6 @@ class ZooKeeperStore(GuardedStore):
         return b"" if session is None else session.warrant()
 
     async def end(self, warrant: bytes) -> None:
-        self._require_usable()
         session = self._foreign.get(warrant)
         if session is None:
             session = self._foreign[warrant] = ForeignSession(self._address, warrant)
@@ -236,7 +233,6 @@ class ZooKeeperStore(GuardedStore):
         return Looked(creation, ahead, None if found is None else self._entry_of(other, found))
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
-        self._require_usable()
         path = self._layout.leaf(key)
         _refuse_large(value)
         if if_version is None:
@@ -262,7 +258,6 @@ class ZooKeeperStore(GuardedStore):
         return None
 
     async def update(self, entry: Entry, value: bytes) -> Entry | None:
-        self._require_usable()
         path = self._layout.leaf(entry.key)
         _refuse_large(value)
         while (same := await self._unchanged(path, entry.version)) is not None:
@@ -280,7 +275,6 @@ class ZooKeeperStore(GuardedStore):
         return None
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        self._require_usable()
         return await self._deletions.ask((self._layout.leaf(key), if_version))
 
     async def _delete(
@@ -338,7 +332,6 @@ class ZooKeeperStore(GuardedStore):
         return self._entry_of(f"{line}/{name}", (value, stat))
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        self._require_usable()
         line, name = _split(ticket.key)
         while True:
             tickets = await self._line(line)
@@ -352,7 +345,6 @@ class ZooKeeperStore(GuardedStore):
                 return ahead
 
     async def get(self, key: str) -> Entry | None:
-        self._require_usable()
         try:
             (found,) = await self._fresh(GetData(self._layout.leaf(key), None))
         except NoNodeError:
@@ -360,21 +352,18 @@ class ZooKeeperStore(GuardedStore):
         return self._entry_of(key, found)
 
     async def list(self, prefix: str) -> list[Entry]:
-        self._require_usable()
         await self._fresh()
         leaves = await self._layout.walk(prefix, self._children)
         entries = await asyncio.gather(*(self._get(leaf.key, leaf.path) for leaf in leaves))
         return [entry for entry in entries if entry is not None]
 
     async def head(self, line: str) -> Entry | None:
-        self._require_usable()
         while tickets := await self._line(line):
             if (first := await self._get(f"{line}/{tickets[0]}")) is not None:
                 return first
         return None
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
-        self._require_usable()
         return await self._watches.watch(scope, notify)
 
     async def diagnose(self) -> Sequence[Finding]:
