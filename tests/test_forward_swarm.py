@@ -27,6 +27,7 @@ import test_forwarding
 from doyen import DoyenError, Session, Term
 from doyen.integrations import asgi, forwarding
 from doyen.integrations.forwarding import ForwardingRules, LeaderView, ServeHere, WaitForLeader
+from doyen.integrations.network import UNSENT
 from doyen.testing import run_virtual
 from doyen.testing.faults import Faults, Odds
 from forward_kit import SECRET, Pool, call
@@ -243,7 +244,7 @@ Patch = pytest.MonkeyPatch
 
 def sends_again(patch: Patch) -> None:
     """Sends again what may have been carried out."""
-    patch.setattr(asgi, "UNSENT", (*asgi.UNSENT, httpcore2.ReadError, httpcore2.ReadTimeout))
+    patch.setattr(asgi, "UNSENT", (*UNSENT, httpcore2.ReadError, httpcore2.ReadTimeout))
 
 
 class Unchecked:

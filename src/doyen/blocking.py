@@ -142,7 +142,7 @@ class BlockingSession(_SessionState):
                 while term.valid:
                     work(term.token)
         """
-        return BlockingCampaign(self._opened, self._runtime, CampaignSettings.of(election, options))
+        return BlockingCampaign(self._opened, CampaignSettings.of(election, options))
 
     def campaigns(
         self, election: str, **options: Unpack[CampaignOptions]
@@ -156,7 +156,7 @@ class BlockingSession(_SessionState):
         rounds = Rounds(election)
         while True:
             settings = CampaignSettings.of(election, options)
-            campaign = RepeatedBlockingCampaign(self._opened, self._runtime, settings)
+            campaign = RepeatedBlockingCampaign(self._opened, settings)
             yield campaign
             if pause_s := rounds.pause_s(campaign):
                 pause(pause_s)
@@ -176,7 +176,7 @@ class BlockingSession(_SessionState):
     def lock(self, lock: str, /, **options: Unpack[CampaignOptions]) -> BlockingLock:
         """Mutual exclusion without a leader: a scope with a token, as for a campaign."""
         settings = CampaignSettings.of(lock, options, kind="locks")
-        return BlockingLock(self._opened, self._runtime, settings)
+        return BlockingLock(self._opened, settings)
 
     def semaphore(
         self, semaphore: str, n: int, /, **options: Unpack[CampaignOptions]
@@ -184,7 +184,7 @@ class BlockingSession(_SessionState):
         """At most `n` holders at a time: a scope with a slot and a token; see
         `Session.semaphore`."""
         settings = CampaignSettings.of(semaphore, options, kind="semaphores", slots=n)
-        return BlockingCampaign(self._opened, self._runtime, settings)
+        return BlockingCampaign(self._opened, settings)
 
     def barrier(self, barrier: str, n: int, /, *, wait_s: float | None = None) -> int:
         """Wait until `n` have arrived; see `Session.barrier`."""
@@ -426,8 +426,7 @@ class BlockingGroupMember(MemberView):
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         core = self._registration.core
-        assert isinstance(core.runtime, ThreadRuntime)
-        core.runtime.do_blocking(core.run(work))
+        core.thread.do_blocking(core.run(work))
 
 
 def connect_blocking(url: str | None = None, **options: Unpack[ConnectOptions]) -> BlockingSession:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from doyen import manage
-from doyen._waiting import outlast, shared
+from doyen._waiting import LoopEvent, outlast, shared
 from doyen.election.callbacks import Callbacks, CandidateOptions, CandidateTask
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings, SessionSettings, WardenForm
@@ -302,7 +302,7 @@ class Session(_SessionState):
 
             await session.transfer("billing", to="server2")
 
-        The successor is ready before the leader lets go. `OrderFailed` if `to` is not exactly one
+        The successor is ready before the leader resigns. `OrderFailed` if `to` is not exactly one
         candidate in line, or does not lead within `wait_s`.
         """
         return await self._run(order_transfer, election, kind=kind, to=to, wait_s=wait_s)
@@ -476,7 +476,7 @@ class Session(_SessionState):
                 await stopped.wait()
 
         `body` runs as a task of its own for each shard that this member owns, and is cancelled when
-        the member is to let go or has lost its lease. `prepare`, if given, is called with the
+        the member is to give it up or has lost its lease. `prepare`, if given, is called with the
         number of a shard before that is moved here from a live owner. Options: `name`, `weight`,
         `zone`, `address`, `health`, `control`, `on_overrun`; each is explained at
         `doyen.manage.shards.scopes.OwnerOptions`. The set is created by
@@ -535,16 +535,14 @@ class Session(_SessionState):
         self, observe: Observing[T], kept: int = OBSERVED
     ) -> AsyncGenerator[T, None]:
         self._opened.check_open()
-        loop = asyncio.get_running_loop()
         seen: deque[T] = deque(maxlen=kept)
-        changed = asyncio.Event()
+        changed = LoopEvent()
 
         def deliver(change: T) -> None:
             # A loop that does not run is woken once, not once for each change.
             seen.append(change)
             if len(seen) == 1:
-                with contextlib.suppress(RuntimeError):  # the observer's loop has been closed
-                    loop.call_soon_threadsafe(changed.set)
+                changed.set_soon()
 
         observing = asyncio.ensure_future(self._run(observe, deliver))
         observing.add_done_callback(lambda _: changed.set())

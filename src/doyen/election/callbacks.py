@@ -20,10 +20,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict, cast
 
+from doyen._values import Value
 from doyen._waiting import outlast, retrieve, shared
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignOptions, CampaignSettings
@@ -31,7 +31,6 @@ from doyen.election.queries import observe_leader
 from doyen.election.scopes import RepeatedBlockingCampaign
 from doyen.errors import ConfigError, NotElected, SessionClosed
 from doyen.events.log_lines import log_line
-from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Leader, Unreachable
 from doyen.term import Term
 
@@ -64,8 +63,7 @@ class CandidateOptions(CallbackOptions, CampaignOptions, total=False):
     """The callbacks of a candidate, and the options of its campaigns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Callbacks:
+class Callbacks(Value):
     """The callbacks of one candidate."""
 
     election: str
@@ -123,22 +121,10 @@ class NewLeaders:
         return seen
 
 
-class CandidateTask:
-    """A candidate that runs as a task and reports by callbacks. Made by `Session.candidate`."""
+class _Candidate:
+    """What a candidate with callbacks shows of itself."""
 
-    def __init__(
-        self,
-        callbacks: Callbacks,
-        campaigns: Callable[[], AsyncIterator[AbstractAsyncContextManager[Term, bool]]],
-        observe: Callable[[], AsyncIterator[Any]],
-    ) -> None:
-        self._callbacks = callbacks
-        self._campaigns = campaigns
-        self._observe = observe
-        self._term: Term | None = None
-        self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopping: asyncio.Task[bool] | None = None
+    _term: Term | None = None
 
     @property
     def term(self) -> Term | None:
@@ -150,6 +136,23 @@ class CandidateTask:
         """Whether this candidate may rely on being the leader. Any thread, never blocks."""
         term = self._term
         return term is not None and term.valid
+
+
+class CandidateTask(_Candidate):
+    """A candidate that runs as a task and reports by callbacks. Made by `Session.candidate`."""
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        campaigns: Callable[[], AsyncIterator[AbstractAsyncContextManager[Term, bool]]],
+        observe: Callable[[], AsyncIterator[Any]],
+    ) -> None:
+        self._callbacks = callbacks
+        self._campaigns = campaigns
+        self._observe = observe
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[bool] | None = None
 
     async def open(self) -> CandidateTask:
         """Begin to campaign, in the background. Pair it with `close`."""
@@ -244,7 +247,7 @@ async def _finished(task: asyncio.Task[Any]) -> None:
         await outlast(ended)
 
 
-class CandidateThread:
+class CandidateThread(_Candidate):
     """A candidate that runs on a thread and reports by callbacks, which are called on that thread.
     Made by `BlockingSession.candidate`."""
 
@@ -255,12 +258,10 @@ class CandidateThread:
         campaigns: Callable[[Callable[[float], object]], Iterator[RepeatedBlockingCampaign]],
     ) -> None:
         callbacks.refuse_coroutines()
-        assert isinstance(core.runtime, ThreadRuntime)
         self._callbacks = callbacks
         self._core = core
-        self._runtime = core.runtime
+        self._runtime = core.thread
         self._campaigns = campaigns
-        self._term: Term | None = None
         self._closing = threading.Event()
         self._campaign: RepeatedBlockingCampaign | None = None
         self._over = threading.Event()
@@ -269,17 +270,6 @@ class CandidateThread:
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
         self._raised = False
-
-    @property
-    def term(self) -> Term | None:
-        """The term while this candidate leads, until `on_lost` has returned."""
-        return self._term
-
-    @property
-    def leads(self) -> bool:
-        """Whether this candidate may rely on being the leader. Any thread, never blocks."""
-        term = self._term
-        return term is not None and term.valid
 
     @property
     def failure(self) -> Exception | None:

@@ -34,7 +34,6 @@ from doyen.errors import (
 )
 from doyen.events.log_lines import log_line
 from doyen.lease.lifetime import body_begins, body_ended
-from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Leader
 from doyen.term import Term, TermState
 
@@ -111,9 +110,10 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
     raise term.loss()
 
 
-class Campaign:
-    """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
-    in `LeadershipLost`."""
+class _CampaignScope:
+    """What a campaign keeps, with asyncio and on threads."""
+
+    _candidacy: Candidacy
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         self._core = core
@@ -124,6 +124,26 @@ class Campaign:
         """The term, once elected."""
         self.began_at = 0.0
         """When the body began, on the boot-time clock."""
+
+    def _candidate(self) -> Candidacy:
+        """The candidate that is to enter the scope."""
+        if self.entered:
+            raise AlreadyCampaigning("a campaign is entered once; make another")
+        return candidacy_of(self._core, self._settings)
+
+    def _begin(self, term: Term) -> Term:
+        """The body begins."""
+        enter_term(term, self._core, self._settings, self._candidacy)
+        self.began_at = self._core.runtime.clock.now()
+        return term
+
+
+class Campaign(_CampaignScope):
+    """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
+    in `LeadershipLost`."""
+
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        super().__init__(core, settings)
         self._task: asyncio.Task[object] | None = None
         self._armed = False
         self._cancelled = False
@@ -133,10 +153,7 @@ class Campaign:
 
     async def enter(self, *, cancels: bool) -> Term:
         """Wait until elected. `cancels`: whether a loss cancels the calling task."""
-        if self.entered:
-            raise AlreadyCampaigning("a campaign is entered once; make another")
-        core, runtime = self._core, self._core.runtime
-        candidacy = candidacy_of(core, self._settings)
+        core, runtime, candidacy = self._core, self._core.runtime, self._candidate()
         if asyncio.current_task() is None:
             raise RuntimeError(
                 "a campaign is entered from a task, which is what a loss cancels; nothing was"
@@ -163,9 +180,7 @@ class Campaign:
         self.term = term
         if cancels:
             self._arm(term)
-        enter_term(term, core, self._settings, candidacy)
-        self.began_at = runtime.clock.now()
-        return term
+        return self._begin(term)
 
     def _arm(self, term: Term) -> None:
         task = asyncio.current_task()
@@ -318,7 +333,7 @@ class Lock(_HeldLock[Campaign]):
         return term
 
     async def release(self) -> None:
-        """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
+        """Release the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
         await self._take(self._acquired).leave()
 
     async def locked(self) -> bool:
@@ -326,30 +341,17 @@ class Lock(_HeldLock[Campaign]):
         return await self._core.runtime.do(self._reading()) is not None
 
 
-class BlockingCampaign:
+class BlockingCampaign(_CampaignScope):
     """A scope entered when elected. Made by `BlockingSession.campaign`; leaving it raises
     `LeadershipLost` if the term was lost."""
 
-    def __init__(
-        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
-    ) -> None:
-        self._core = core
-        self._runtime = runtime
-        self._settings = settings
-        self.entered = False
-        """Whether the scope was entered, or tried to be."""
-        self.term: Term | None = None
-        """The term, once elected."""
-        self.began_at = 0.0
-        """When the body began, on the boot-time clock."""
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
+        super().__init__(core, settings)
         self._given_up = False
         self._waiting: Future[Term] | None = None
 
     def __enter__(self) -> Term:
-        if self.entered:
-            raise AlreadyCampaigning("a campaign is entered once; make another")
-        core, runtime = self._core, self._runtime
-        candidacy = candidacy_of(core, self._settings)
+        runtime, candidacy = self._core.thread, self._candidate()
         self.entered = True
         runtime.retain()
         try:
@@ -363,17 +365,15 @@ class BlockingCampaign:
                 if term.valid:
                     break
                 runtime.finish_blocking(candidacy.leave())
-                candidacy = candidacy_of(core, self._settings)
+                candidacy = candidacy_of(self._core, self._settings)
         except BaseException:
             runtime.release()
             raise
         self.term = term
-        enter_term(term, core, self._settings, candidacy)
-        self.began_at = runtime.clock.now()
-        return term
+        return self._begin(term)
 
     def _win(self, candidacy: Candidacy) -> Term:
-        waiting = self._waiting = self._runtime.submit(self._core.run(candidacy.win))
+        waiting = self._waiting = self._core.thread.submit(self._core.run(candidacy.win))
         if self._given_up:
             waiting.cancel()
         try:
@@ -397,9 +397,9 @@ class BlockingCampaign:
             return False
         kept = exit_term(self.term)
         try:
-            self._runtime.finish_blocking(self._candidacy.leave())
+            self._core.thread.finish_blocking(self._candidacy.leave())
         finally:
-            self._runtime.release()
+            self._core.thread.release()
         if kept or not isinstance(error, Exception | None):
             return False
         return settle_loss(self.term, error, again=again)
@@ -428,14 +428,11 @@ class BlockingLock(_HeldLock[BlockingCampaign]):
             lock.release()
     """
 
-    def __init__(
-        self, core: SessionCore, runtime: ThreadRuntime, settings: CampaignSettings
-    ) -> None:
+    def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         super().__init__(core, settings, threading.current_thread)
-        self._runtime = runtime
 
     def __enter__(self) -> Term:
-        campaign = BlockingCampaign(self._core, self._runtime, self._settings)
+        campaign = BlockingCampaign(self._core, self._settings)
         term = campaign.__enter__()
         self._keep(self._scopes, campaign)
         return term
@@ -453,7 +450,7 @@ class BlockingLock(_HeldLock[BlockingCampaign]):
     def acquire(self, *, wait_s: float | None = None) -> Term | None:
         """Wait for the lock, and return its term; None if `wait_s` has passed first. Pair it with
         `release`."""
-        campaign = BlockingCampaign(self._core, self._runtime, self._waiting(wait_s))
+        campaign = BlockingCampaign(self._core, self._waiting(wait_s))
         try:
             term = campaign.__enter__()
         except AlreadyCampaigning:
@@ -466,12 +463,12 @@ class BlockingLock(_HeldLock[BlockingCampaign]):
         return term
 
     def release(self) -> None:
-        """Let go of the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
+        """Release the lock. Raises `LeadershipLost` if it was lost since it was acquired."""
         self._take(self._acquired).leave()
 
     def locked(self) -> bool:
         """Whether anybody holds the lock, read from the store."""
-        return self._runtime.do_blocking(self._reading()) is not None
+        return self._core.thread.do_blocking(self._reading()) is not None
 
 
 class Rounds:

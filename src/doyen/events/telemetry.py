@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+from doyen._waiting import LoopEvent
 from doyen.events import Event, Record, Sink
 from doyen.events.log_lines import LogfmtLine, LogReporter, log_line
 from doyen.lease.clock import Clock
@@ -223,18 +224,9 @@ class DeliveryQueue(Generic[T]):
     async def close(self, within_s: float) -> None:
         """Accept no more items, and wait up to `within_s` for delivery. Delivery of the remaining
         items goes on after that, as long as the process lives."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def on_end() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                loop.call_soon_threadsafe(ended.set)
-
-        self.shut(on_end)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await ended.wait()
-        if not ended.is_set():
+        ended = LoopEvent()
+        self.shut(ended.set_soon)
+        if not await ended.set_within(within_s):
             items = len(self._backlog) + self._delivering
             self._log_lost(items, f"delivery took longer than {within_s:g} s")
 

@@ -2,17 +2,17 @@
 
     app = FencingMiddleware(app, resource="orders", tokens=FileTokens("/var/lib/orders"))
 
-Rules are in `doyen.fencing.requests`. May import errors only.
+Rules are in `doyen.fencing.requests`. May import errors and `_waiting` only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
+from doyen._waiting import LoopEvent
 from doyen.fencing.requests import HEADER, Fenced, FencedRequests, NotExecuted, Turns
 
 __all__ = ["FencingMiddleware"]
@@ -92,29 +92,16 @@ class FencingMiddleware:
                 return entered
             if entered:
                 return None
-            if not await self._one_has_ended(request, until - loop.time()):
-                return self._rules.too_long(request)
+            ended = LoopEvent()
+            with self._turns.waiting(request, ended.set_soon):
+                if not await ended.set_within(until - loop.time()):
+                    return self._rules.too_long(request)
 
     async def _see(self, request: Fenced) -> int:
         see = self._rules.tokens.see
         if inspect.iscoroutinefunction(see):
             return cast(int, await see(request.resource, request.token))
         return cast(int, await asyncio.to_thread(see, request.resource, request.token))
-
-    async def _one_has_ended(self, request: Fenced, within_s: float) -> bool:
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(event.set)
-
-        with self._turns.waiting(request, wake):
-            try:
-                async with asyncio.timeout(max(0.0, within_s)):
-                    await event.wait()
-            except TimeoutError:
-                return False
-        return True
 
 
 async def _answer(send: _Send, refusal: NotExecuted, kind: str = "http.response") -> None:

@@ -41,7 +41,7 @@ from doyen.integrations.forwarding import (
     returned,
     without_doyen,
 )
-from doyen.integrations.network import Network
+from doyen.integrations.network import UNSENT, Network
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -53,13 +53,6 @@ SendMessage = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, SendMessage], Awaitable[None]]
 
 SERVICE_RESTART, TRY_AGAIN_LATER = 1012, 1013
-UNSENT = (
-    httpcore2.ConnectError,
-    httpcore2.ConnectTimeout,
-    httpcore2.PoolTimeout,
-    httpcore2.UnsupportedProtocol,
-)
-"""Errors after which no byte of the request was sent."""
 log = logging.getLogger("doyen")
 
 

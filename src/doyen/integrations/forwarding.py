@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
 
+from doyen._waiting import LoopEvent
 from doyen.blocking import BlockingSession
 from doyen.election.queries import observe_leader
 from doyen.errors import ConfigError, DoyenError, SessionClosed
@@ -268,22 +269,12 @@ class LeaderView:
 
     async def changed(self, seen: tuple[Leader | None, Term | None], within_s: float) -> bool:
         """Wait until the state is not `seen`; False if that takes longer."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(event.set)
-
-        with self._waiting(seen, wake):
-            try:
-                async with asyncio.timeout(max(0.0, within_s)):
-                    await event.wait()
-            except TimeoutError:
-                return False
-        return True
+        event = LoopEvent()
+        with self._waiting(seen, event.set_soon):
+            return await event.set_within(within_s)
 
     async def replaced(self, leader: Leader) -> None:
-        """Wait until another leads, or nobody."""
+        """Wait until this leader no longer leads."""
         while (seen := self.state)[0] is not None and seen[0].token == leader.token:
             await self.changed(seen, 3600.0)
 

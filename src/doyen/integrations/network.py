@@ -18,9 +18,16 @@ from typing import Any
 
 import httpcore2
 
-__all__ = ["BlockingNetwork", "Network"]
+__all__ = ["UNSENT", "BlockingNetwork", "Network"]
 
 SLICE_S = 0.5
+UNSENT = (
+    httpcore2.ConnectError,
+    httpcore2.ConnectTimeout,
+    httpcore2.PoolTimeout,
+    httpcore2.UnsupportedProtocol,
+)
+"""Errors after which no byte of the request was sent."""
 
 
 class Network(httpcore2.AnyIOBackend):

@@ -42,7 +42,7 @@ from doyen.integrations.forwarding import (
     framed,
     returned,
 )
-from doyen.integrations.network import BlockingNetwork
+from doyen.integrations.network import UNSENT, BlockingNetwork
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -52,12 +52,6 @@ StartResponse = Callable[..., Any]
 WSGIApp = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 CHUNK = 64 * 1024
-UNSENT = (
-    httpcore2.ConnectError,
-    httpcore2.ConnectTimeout,
-    httpcore2.PoolTimeout,
-    httpcore2.UnsupportedProtocol,
-)
 log = logging.getLogger("doyen")
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from doyen.lab import runner
 from doyen.lab.narration import narrate
 from doyen.lab.outcome import RunOutcome, Violation
 from doyen.lab.plan import Plan
@@ -57,11 +56,6 @@ def record_run(
         "scenes": [{"title": "", **scene}],
     }
     return outcome, narration, film
-
-
-def record_found(found: runner.FoundFailure, protocol: Protocol | None = None) -> dict[str, Any]:
-    """The film of a failure that was found."""
-    return record_run(found.outcome.plan, protocol)[2]
 
 
 def _watch(world: World | QuorumWorld) -> Recorder:
