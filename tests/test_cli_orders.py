@@ -80,7 +80,7 @@ def test_a_leader_that_does_not_obey_goes_on_until_forced(store: str, capsys: Ca
         started.freeze("server1")
         assert main(["resign", "billing", "--wait", "0.3", "--store", store]) == 1
         out, err = capsys.readouterr()
-        assert (out, "'server1' was ordered to let go" in err) == ("", True)
+        assert (out, "'server1' was ordered to give up" in err) == ("", True)
         assert leader(store) == first, "nothing was taken from it"
 
         assert main(["resign", "billing", "--force", "--yes", "--store", store]) == 0

@@ -91,7 +91,7 @@ async def test_a_leader_ordered_to_resign_lets_the_next_one_lead(place: Place) -
     await until(lambda: place.line() == ["b", "a"])
     lost = place.seen(Lost)[0]
     assert isinstance(lost, Lost)
-    assert "ordered it to let go" in lost.reason
+    assert "ordered it to resign" in lost.reason
     await stop_all(b, a)
 
 
@@ -117,7 +117,7 @@ async def test_a_leader_that_ignores_an_order_goes_on(place: Place) -> None:
     """Nothing takes its record from a live holder; the giver hears that it did not work."""
     (a,) = await lined_up(place, "a", slow_s=1000)
     ops = await place.open()
-    with pytest.raises(OrderFailed, match="'a' was ordered to let go of 'e' and has not done so"):
+    with pytest.raises(OrderFailed, match="'a' was ordered to give up 'e' and has not done so"):
         await ops.resign("e", wait_s=20)
     assert place.holder() == "a"
     await a.stop()
@@ -463,7 +463,7 @@ async def test_a_leader_still_receives_orders_after_a_failed_read(
             raise wrong.pop()
         return await get(key)
 
-    with pytest.raises(LeadershipLost, match="ordered it to let go"):
+    with pytest.raises(LeadershipLost, match="ordered it to resign"):
         async with session.campaign("e"):
             store.get = fail_once  # type: ignore[method-assign]
             order = asyncio.create_task(giver.resign("e"))

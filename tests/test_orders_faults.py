@@ -276,7 +276,7 @@ async def test_a_ready_marker_is_removed_although_its_answer_was_lost(place: Pla
     ops = await place.open()
     faults.next("create", Unanswered())
     ready = ready_key("e", attempt_of(place, "b"))
-    with pytest.raises(OrderFailed, match="was ordered to let go of 'e' and has not done so"):
+    with pytest.raises(OrderFailed, match="was ordered to give up 'e' and has not done so"):
         await ops.transfer("e", to="b", wait_s=0.1)
     assert place.server.get(ready)
     deaf.heal()

@@ -350,7 +350,7 @@ def test_a_process_that_ignores_an_order_keeps_its_record(stage: Stage) -> None:
     a = stage.join("a", waits=False, stubborn=True, stop_budget_s=0.2)
     stage.join("b")
     stage.give("g", to=None, wait_s=1.0)
-    assert "was ordered to let go of" in stage.outcome("g")["error"]
+    assert "was ordered to give up" in stage.outcome("g")["error"]
     stage.wait("a", "overrun")
     assert stage.leader() == "a"
     assert stage.led() == ["a"]

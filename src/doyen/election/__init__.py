@@ -1,2 +1,2 @@
 """Elections: campaigns as scopes and as callbacks, their options, a candidate from joining the line
-to letting go, and handover."""
+to leaving it, and handover."""

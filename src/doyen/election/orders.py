@@ -91,14 +91,14 @@ async def order_transfer(
                 if Claim.decode(current.value).attempt == successor:
                     return new
                 raise OrderFailed(
-                    f"{old.name!r} let go of {what}, {to!r} did not take over in time,"
+                    f"{old.name!r} gave up {what}, {to!r} did not take over in time,"
                     f" and the line went on: {new.name!r} {HAS[kind]} it"
                 )
             if await given.change():
                 continue
             if current is None:
                 raise OrderFailed(
-                    f"{old.name!r} let go of {what} and no candidate has taken over yet"
+                    f"{old.name!r} gave up {what} and no candidate has taken over yet"
                 )
             ready = await core.call(core.store.get(ready_key(election, successor, kind)))
             if ready is None or ready.value != given.lease.encode():
@@ -232,7 +232,7 @@ def _successor(leader: Leader, to: str, record: Entry, tickets: list[Entry]) -> 
 
 def _not_obeyed(leader: Leader, wait_s: float) -> str:
     return (
-        f"{leader.name!r} was ordered to let go of {described(leader.election, leader.kind)}"
+        f"{leader.name!r} was ordered to give up {described(leader.election, leader.kind)}"
         f" and has not done so within {wait_s:g} s: its work has not ended, or it cannot reach"
         " the store. Wait, or stop that process; force removes its record, and then only tokens"
         " protect"

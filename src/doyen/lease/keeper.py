@@ -458,10 +458,10 @@ class LeaseKeeper:
             keepalive.lose(reason, planned=True)
 
     def bodies_suspended(self, *, ended: bool) -> None:
-        """The process is ending, and the thread of all bodies is suspended for good, so there is no
-        end of theirs to wait for. `ended`: none of their code runs any more, also on no other
-        thread. Then they have ended as far as their leases are concerned, except for the
-        processes that they have started."""
+        """The process is ending, and the thread of all bodies is suspended for good, so their
+        end cannot be waited for. `ended`: their code runs on no other thread either. Then they
+        have ended as far as their leases are concerned, except for the processes that they have
+        started."""
         for keepalive in self._all():
             if ended and not keepalive.runs:
                 keepalive.bodies = 0

@@ -103,7 +103,7 @@ class Warden:
         self._check_idle()
 
     async def stop(self, within_s: float) -> None:
-        """Watch over nobody any more, and go on ending leases for this long at most."""
+        """Stop watching holders, and go on ending leases for at most this long."""
         self._no_more_sessions()
         for link in list(self._greeting):
             self._loop.remove_reader(link)

@@ -13,7 +13,7 @@ __all__ = ["report_page"]
 
 ENDS: Sequence[tuple[str, EndCause]] = (
     ("in favour of another", "transferred"),
-    ("ordered it to let go", "resigned"),
+    ("ordered it to", "resigned"),
     ("resigned", "let go"),
     ("lost", "lost"),
     ("found died", "died"),

@@ -34,12 +34,12 @@ LATEST_S = 1e11
 def _ordered(reason: str) -> EndCause | None:
     """How a term ended by order, from its reason; None if there was no order.
 
-    >>> _ordered("'ops' ordered it to let go"), _ordered("no renewal was confirmed in time")
+    >>> _ordered("'ops' ordered it to resign"), _ordered("no renewal was confirmed in time")
     ('resigned', None)
-    >>> _ordered("'ops' ordered it to let go in favour of another")
+    >>> _ordered("'ops' ordered it to resign in favour of another")
     'transferred'
     """
-    if "ordered it to let go" not in reason:
+    if "ordered it to" not in reason:
         return None
     return "transferred" if "in favour of another" in reason else "resigned"
 

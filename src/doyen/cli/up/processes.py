@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 
 def never() -> bool:
-    """Whether to stop starting, if nobody can ask for that."""
+    """The default of callbacks that ask whether to stop starting processes."""
     return False
 
 
