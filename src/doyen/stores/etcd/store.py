@@ -187,7 +187,6 @@ class EtcdStore(GuardedStore):
         return entry._replace(value=value, version=answer.header.revision)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        self._require_usable()
         return await self._deletions.ask((self._at(key), if_version))
 
     async def _delete(

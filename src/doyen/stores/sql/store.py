@@ -223,7 +223,6 @@ class RelationalStore(GuardedStore):
         self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
     ) -> Looked:
         """One transaction. Unlike `create` it does not read first: it is probably not refused."""
-        self._require_usable()
         if ticket is None:
             return await super().create_and_look(key, value, lease, ticket, other)
         given: dict[str, object] = {"path": _checked(key), "value": value, "lease": lease.id}
