@@ -25,7 +25,7 @@ def _dataclass(kind: Any) -> tuple[dict[str, Field[Any]], inspect.Signature]:
 class _Derived:
     """An attribute of a class that is made when it is read."""
 
-    def __init__(self, make: Callable[[type[Value]], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
 
     def __get__(self, value: object, kind: type[Value]) -> Any:
