@@ -6,7 +6,9 @@ import asyncio
 import errno
 import logging
 import socket
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -423,3 +425,14 @@ async def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certifica
         assert (await http(pages, b"GET /healthz HTTP/1.1\r\nHost: n1\r\n\r\n")).endswith(b"fine\n")
         with pytest.raises(StoreUnavailable):
             await call(f"{HOST}:{pages}")
+
+
+def test_round_trips_are_measured_finer_than_by_the_clock_of_the_loop() -> None:
+    """That of uvloop, on which nodes run, counts milliseconds: on a local network all would be 0."""
+    seen: list[float] = []
+    link: Any = SimpleNamespace(
+        _blocked=False, _transport=MagicMock(), _pinged_at=None, _on_round_trip=seen.append
+    )
+    FrameConnection._ping(link)
+    FrameConnection._ponged(link)
+    assert 0 < seen[0] < 1

@@ -17,14 +17,14 @@ from doyen import Session
 from doyen.errors import StoreUnavailable
 from doyen.events import Record
 from doyen.manage.roster import SUSPECT_AFTER
-from doyen.model import Entry, Order
+from doyen.model import Entry, Order, PastTerm
 from doyen.stores.port import Store, Watch
 from doyen.testing.faults import Faults
 from doyen.web.board import Board
 from doyen.web.hub import SHARE, SHORT, Hub
 from doyen.web.panels import PagePanel, config_detail, panels_of
 from doyen.web.terms import ElectionRow, LeaseSight, SeenTerm
-from doyen.web.trail import AuditTrail
+from doyen.web.trail import AuditTrail, recorded_terms
 from support import TTL_S, Place, core_of, until, virtual
 
 
@@ -552,6 +552,23 @@ def test_an_outdated_answer_does_not_end_a_term() -> None:
     row.look(record(7), [], None, 3.0, first=False)
     (term,) = row.terms
     assert (term.token, term.since, term.until, term.cause) == (7, 1.0, None, "")
+
+
+def test_a_leader_whose_lease_was_ended_for_it_was_killed() -> None:
+    """A warden ends the lease of a process that was killed, which looks as if it had let go. But it
+    has not recorded its end."""
+    row = ElectionRow("elections", "e")
+    row.look(record(7), [], None, 50.0, first=False)
+    row.look(record(9, "b"), [], None, 60.0, first=False, lease=LeaseSight(4.0, 59.9, 5.0))
+    cut_off = [PastTerm("a", 7, 50.0), PastTerm("b", 9, 60.0)]
+    assert not row.learn(recorded_terms(cut_off)), "it may still be writing"
+    assert row.terms[0].cause == "let go"
+    assert row.learn(recorded_terms(cut_off), settled=True)
+    assert (row.terms[0].cause, row.terms[0].until) == ("died", 60.0)
+    assert "recorded no end" in row.terms[0].why
+    written = [PastTerm("a", 7, 50.0, 59.99, "resigned"), PastTerm("b", 9, 60.0)]
+    assert row.learn(recorded_terms(written), settled=True)
+    assert (row.terms[0].cause, row.terms[0].until) == ("let go", 59.99)
 
 
 def test_an_audit_log_tells_when_and_why(tmp_path: Path) -> None:

@@ -264,7 +264,10 @@ class Hub:
             if isinstance(found, BaseException):
                 continue
             self._trails[row.key] = now
-            if found is not None and row.learn(recorded_terms(decode_trail(found.value))):
+            settled = now >= row.changed_at + TRAIL_S
+            if found is not None and row.learn(
+                recorded_terms(decode_trail(found.value)), settled=settled
+            ):
                 self.board.row_changed(row.key)
 
     async def remaining(self, leases: Collection[str]) -> Mapping[str, float]:

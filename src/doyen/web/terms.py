@@ -225,8 +225,9 @@ class ElectionRow:
             return "let go", f"{name} let go: its work had ended, or it was stopped."
         return "ended", f"{name} let go, or its lease ended; the store does not tell which."
 
-    def learn(self, terms: Iterable[SeenTerm]) -> bool:
-        """Take in terms from an audit log or a trail. They know more than an observer."""
+    def learn(self, terms: Iterable[SeenTerm], *, settled: bool = False) -> bool:
+        """Take in terms from an audit log or a trail. They know more than an observer. `settled`:
+        whoever wanted to record the end of its term has had the time for it."""
         by_token = {term.token: term for term in self.terms}
         changed = False
         for known in terms:
@@ -242,7 +243,15 @@ class ElectionRow:
             if not seen.exact or seen.since != known.since:
                 seen.since, seen.exact, changed = known.since, True, True
             if known.cause == "expired" and seen.cause:
-                continue  # whoever saw the end of the lease saw as much
+                # Whoever saw the end of the lease saw as much. A lease that was still running, of a
+                # leader that has recorded no end, was ended for it.
+                if settled and seen.cause in ("let go", "ended"):
+                    seen.cause, changed = "died", True
+                    seen.why = (
+                        f"{clipped(seen.name, 60)} recorded no end, and its lease had not run out:"
+                        " its process was killed."
+                    )
+                continue
             if seen.until is not None and known.until not in (None, seen.until):
                 seen.until, changed = known.until, True
                 if seen.cause not in ("resigned", "transferred"):  # the order is known

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from time import perf_counter
 from typing import Any
 
 from doyen._waiting import shared
@@ -521,12 +522,12 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
         if not self._blocked:
             self._transport.write(frame(FrameKind.PING))
             if self._pinged_at is None:
-                self._pinged_at = self._loop.time()
+                self._pinged_at = perf_counter()  # uvloop's own clock counts milliseconds
 
     def _ponged(self) -> None:
         pinged_at, self._pinged_at = self._pinged_at, None
         if pinged_at is not None and self._on_round_trip is not None:
-            self._on_round_trip(self._loop.time() - pinged_at)
+            self._on_round_trip(perf_counter() - pinged_at)
 
     def _silent(self) -> None:
         self._errors.counts[CloseReason.SILENT] += 1
