@@ -428,7 +428,7 @@ async def test_pages_over_tls_and_on_a_port_of_their_own(certificates: Certifica
 
 
 def test_round_trips_are_measured_finer_than_by_the_clock_of_the_loop() -> None:
-    """That of uvloop, on which nodes run, counts milliseconds: on a local network all would be 0."""
+    """Nodes run on uvloop, whose clock counts milliseconds: on a local network all would be 0."""
     seen: list[float] = []
     link: Any = SimpleNamespace(
         _blocked=False, _transport=MagicMock(), _pinged_at=None, _on_round_trip=seen.append

@@ -199,6 +199,8 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
         expect(row(page, "billing").locator(".lane .u")).to_have_count(1)
         expect(row(page, "billing").locator(".who")).to_have_text("unknown")
         expect(page.locator("#s-led")).to_have_text("\u2013 of 1, 1 unknown")
+        expect(page.locator("#nodes-table .role.silent")).to_have_count(3)
+        expect(page.locator("#nodes-table tbody tr").first).to_contain_text("n1")
         picture(page, "unreachable")
         quorum.thaw()
         expect(page.locator("#banner")).to_be_hidden()

@@ -38,8 +38,9 @@ BEATS = 12
 """How many renewals of a member are shown."""
 GONE_S = 120.0
 """How long a member that has gone is shown."""
-NODE_S = 2.0
-"""How long a node may take to tell its status. Others are shown no more often than that."""
+NODE_S = (1.0, 3.0)
+"""How long a node may take to tell its status, at least and at most. The others are shown no more
+often than that."""
 
 
 class PagePanel:
@@ -383,11 +384,26 @@ class NodePanel(PagePanel):
 
     topic, every_s = "nodes", 1.0
 
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub)
+        self._within_s = NODE_S[1]
+        self._names: dict[str, str] = {}
+        """Of the nodes, by their address."""
+
     async def read(self) -> dict[str, Any]:
         from doyen.stores.quorum.diagnosis import outsiders, remarks
 
         store: _Inspected = self.hub.core.store  # type: ignore[assignment]
-        states = await store.inspect(NODE_S)
+        now = self.hub.core.runtime.clock.now
+        began = now()
+        states = await store.inspect(self._within_s)
+        # One that does not answer has more time from look to look, in case it is slow.
+        silent = any(state.condition is None for state in states)
+        wanted_s = 1.5 * self._within_s if silent else 4 * (now() - began)
+        self._within_s = min(NODE_S[1], max(NODE_S[0], wanted_s))
+        for state in states:
+            if name := state.condition.node if state.condition else state.node:
+                self._names[state.address] = name
         up = [state.condition for state in states if state.condition is not None]
         leads = max(
             (each for each in up if each.role == "leading"),
@@ -401,39 +417,39 @@ class NodePanel(PagePanel):
             "voters": [] if leads is None else list(leads.voters),
             "remarks": [clipped(line) for line in remarks(states)],
             "nodes": sorted(
-                (_node(state, leads, outside) for state in states), key=lambda node: node["node"]
+                (self._node(state, leads, outside) for state in states),
+                key=lambda node: node["node"],
             ),
         }
 
-
-def _node(state: Any, leads: Any, outside: set[str]) -> dict[str, Any]:
-    node = state.condition
-    if node is None:
-        name = state.node or state.address
-        return {"node": name, "address": state.address, "silent": clipped(state.silent_because)}
-    role = {"leading": "leader", "following": "follower"}.get(node.role, node.role)
-    if node.node in node.learners:
-        role = "learner"
-    return {
-        "node": clipped(node.node, 100),
-        "address": clipped(state.address, 100),
-        "role": "outside" if node.node in outside else role,
-        "generation": node.generation,
-        "commit": node.commit,
-        "applied": node.applied,
-        "lag": max(0, leads.commit - node.applied) if leads is not None else None,
-        "full": node.full,
-        "keys": node.keys,
-        "clients": node.clients,
-        "watches": node.watches,
-        "bytes": node.bytes,
-        "quota": node.quota,
-        "alarm": node.alarm,
-        "disk_free": node.disk_free,
-        "disk_total": node.disk_bytes,
-        "sync_ms": round(node.sync_p99_s * 1000, 2),
-        "version": node.version,
-    }
+    def _node(self, state: Any, leads: Any, outside: set[str]) -> dict[str, Any]:
+        node = state.condition
+        if node is None:
+            name = self._names.get(state.address, state.address)
+            return {"node": name, "address": state.address, "silent": clipped(state.silent_because)}
+        role = {"leading": "leader", "following": "follower"}.get(node.role, node.role)
+        if node.node in node.learners:
+            role = "learner"
+        return {
+            "node": clipped(node.node, 100),
+            "address": clipped(state.address, 100),
+            "role": "outside" if node.node in outside else role,
+            "generation": node.generation,
+            "commit": node.commit,
+            "applied": node.applied,
+            "lag": max(0, leads.commit - node.applied) if leads is not None else None,
+            "full": node.full,
+            "keys": node.keys,
+            "clients": node.clients,
+            "watches": node.watches,
+            "bytes": node.bytes,
+            "quota": node.quota,
+            "alarm": node.alarm,
+            "disk_free": node.disk_free,
+            "disk_total": node.disk_bytes,
+            "sync_ms": round(node.sync_p99_s * 1000, 2),
+            "version": node.version,
+        }
 
 
 def panels_of(hub: Hub) -> list[PagePanel]:
