@@ -155,7 +155,8 @@ function fill(d) {
   p.ln.classList.toggle('amber', !row.line && row.kind === 'elections' && how === 'led');
   p.ln.title = !row.line && how === 'led' && row.kind === 'elections' ? 'nobody waits: if the leader fails, nobody takes over' : row.next.join(', ');
   const gone = how === 'lost' && last;
-  p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))} ago, ${TAGS[last[4]]}` : 'none seen';
+  p.last.textContent = gone ? `for ${span(Math.max(0, known() - last[3]))}` : last ? `${span(Math.max(0, known() - last[3]))}, ${TAGS[last[4]]}` : 'none seen';
+  p.last.title = last ? plain(last[5]) : '';
   d.setAttribute('aria-label', `${row.name}, ${row.kind.slice(0, -1)}: ${who}, token ${row.token ?? 'none'}, ${row.line} in line`);
   drawLane(p.lane, row.terms, frame(), size.lane);
   lease(d);

@@ -8,7 +8,7 @@ import { clock, date, day, el, hue, plain, said, span } from './text.js';
 
 export const FAILED = new Set(['expired', 'died', 'lost', 'violation']);
 export const TAGS = {   // the same in a word
-  expired: 'lease', died: 'died', lost: 'lost', resigned: 'resigned', transferred: 'handed over',
+  expired: 'lease', died: 'died', lost: 'lost', resigned: 'resigned', transferred: 'handover',
   'let go': 'let go', ended: 'ended', violation: 'violation',
 };
 export const CAUSES = {
