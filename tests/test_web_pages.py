@@ -671,6 +671,8 @@ def test_a_report_is_one_file_with_its_proof(
             page.keyboard.press("ArrowRight")
             expect(page.locator("#tip")).to_contain_text(re.compile("Nobody led for 2.0 s"))
         picture(page, f"report-{'disproved' if overlapping else 'proved'}")
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.wait_for_function(ALIGNED)
 
 
 def test_a_report_of_damaged_times_and_one_of_a_flapping_election(
