@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
+import threading
+import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from flask import Flask
 
 import doyen
 from doyen import Term
+from doyen.integrations import background, gunicorn
 from doyen.integrations.flask import Leadership
 from doyen.integrations.wsgi import LeaderMiddleware
 from framework_crew import PROMPT_S, crew
@@ -110,6 +116,44 @@ def test_a_view_that_is_asked_for_too_late_is_refused(leader: Leadership) -> Non
     leader.open()
     with pytest.raises(doyen.ConfigError, match="before `open`"):
         _ = leader.view
+
+
+def test_sigterm_ends_the_wait_for_a_store(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker notes the signal, and looks at that only when it has started."""
+    monkeypatch.setattr(background, "_made", weakref.WeakSet())
+    leader = Leadership("e", lambda: doyen.connect_blocking("redis://127.0.0.1:9", wait_s=60))
+    noted: list[int] = []
+
+    def stop() -> None:
+        until_blocking(lambda: "store_waited_for" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+
+    handler = signal.signal(signal.SIGTERM, note)
+    stopper = threading.Thread(target=stop)
+    try:
+        stopper.start()
+        with pytest.raises(SystemExit):
+            gunicorn.post_worker_init(None)
+        assert signal.getsignal(signal.SIGTERM) is note
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        stopper.join()
+    assert (noted, leader.leads) == ([signal.SIGTERM], False)
+
+
+def test_workers_whose_threads_are_greenlets_are_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_made", weakref.WeakSet())
+    patched = types.SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+    gunicorn.post_worker_init(None)
+    assert "threads_are_greenlets" in caplog.text
 
 
 def test_gunicorn_without_the_hooks_is_told(

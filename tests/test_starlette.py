@@ -27,6 +27,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.websockets import WebSocket
 
+import doyen
 from doyen import LeadershipLost, SessionClosed, StaleToken, Term
 from doyen.errors import ConfigError
 from doyen.integrations.asgi import LeaderMiddleware, LeaderRoute
@@ -483,6 +484,30 @@ async def test_the_middleware_forwards_with_the_same_view(place: Place) -> None:
             apps[name] = pool.apps[address] = LeaderMiddleware(process.app, pool=pool, **options)
         assert (await call(apps["b"], b"/token"))[0] == 200
         assert len(pool.sent) == 1
+
+
+def test_sigterm_ends_the_wait_for_a_store(caplog: pytest.LogCaptureFixture) -> None:
+    """The server notes the signal, and looks at that only when the application has started."""
+    noted: list[int] = []
+    leader = Leadership("e", lambda: doyen.connect("redis://127.0.0.1:9", wait_s=60))
+
+    async def start() -> None:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            starting = group.create_task(
+                contextlib.AsyncExitStack().enter_async_context(leader.lifespan())
+            )
+            waited_for = partial(until_blocking, lambda: "store_waited_for" in caplog.text)
+            await asyncio.to_thread(waited_for)
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait({starting})
+
+    handler = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    try:
+        with pytest.RaisesGroup(pytest.RaisesExc(SessionClosed, match="SIGTERM came before")):
+            asyncio.run(start())
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert noted == [signal.SIGTERM]
 
 
 def test_mistakes_are_reported_when_the_object_is_made() -> None:

@@ -73,7 +73,7 @@ class LeadingMixin:
     @property
     def info(self) -> str:
         """For the banner of beat."""
-        return f"    . leads -> {self.election}"
+        return f"    . election -> {self.election}"
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send the next task that is due, or wait to be elected."""

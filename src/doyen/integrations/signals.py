@@ -12,7 +12,7 @@ from typing import Any
 
 from doyen.lease.lifetime import ends_process
 
-__all__ = ["Uninterrupted", "release_on_sigterm"]
+__all__ = ["Uninterrupted", "given_up_on_sigterm", "release_on_sigterm"]
 
 Handler = Callable[[int, Any], object]
 
@@ -40,6 +40,32 @@ def release_on_sigterm(server_handler: Any, release: Callable[[], None]) -> Call
 
     signal.signal(signal.SIGTERM, release_first)
     return restore
+
+
+@contextmanager
+def given_up_on_sigterm() -> Iterator[None]:
+    """What is waited for in this context is given up on SIGTERM: `SystemExit` is raised after the
+    handler of the server was called, which only notes that the process is to end. Without such a
+    handler, and on other threads, nothing is changed."""
+    server_handler = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(server_handler) or ends_process(server_handler):
+        yield
+        return
+    pid, waiting = os.getpid(), True
+
+    def give_up(signum: int, frame: Any) -> None:
+        server_handler(signum, frame)
+        if waiting and os.getpid() == pid:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, give_up)
+    try:
+        yield
+    finally:
+        waiting = False
+        if signal.getsignal(signal.SIGTERM) is give_up:
+            signal.signal(signal.SIGTERM, server_handler)
 
 
 class Uninterrupted:

@@ -155,7 +155,7 @@ class Leadership:
         server_handler = signal.getsignal(signal.SIGTERM)
         store = self._store
         session = store() if callable(store) else connect(store)
-        async with session, self.view.following(session):
+        async with _opened(session, server_handler), self.view.following(session):
             self._session, self.failure, self._ending = session, None, False
             campaigning = asyncio.create_task(self._campaign(session))
             restore = release_on_sigterm(server_handler, partial(self._end_soon, campaigning))
@@ -218,6 +218,39 @@ class Leadership:
                 raise
         if failures:
             raise failures[0]
+
+
+@contextlib.asynccontextmanager
+async def _opened(session: Session, server_handler: object) -> AsyncIterator[None]:
+    """The session is open while the context lasts. SIGTERM ends the wait for a store that does not
+    answer: the server would notice it only when the application has started."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    opening, given_up = True, False
+
+    def give_up() -> None:
+        nonlocal given_up
+        if opening and task is not None:
+            given_up = True
+            task.cancel()
+
+    def give_up_soon() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(give_up)
+
+    restore = release_on_sigterm(server_handler, give_up_soon)
+    try:
+        await session.open()
+    except asyncio.CancelledError:
+        if not given_up or task is None or task.uncancel():
+            raise
+        raise SessionClosed("SIGTERM came before the store had answered") from None
+    finally:
+        opening = False
+        restore()
+    try:
+        yield
+    finally:
+        await session.close()
 
 
 async def _run(task: LeaderTask, term: Term) -> None:
