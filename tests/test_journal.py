@@ -214,7 +214,7 @@ sys.stdin.read()
         found(tmp_path)
         refused = refusal(tmp_path, identity)
         assert words in refused
-        assert "the folder it had before, or an empty one" in refused
+        assert "the data directory it had before, or an empty one" in refused
 
     def test_a_later_format_is_refused(self, tmp_path: Path) -> None:
         asyncio.run(FileJournal(tmp_path, DirectoryIdentity("c1", "n1", "raft", format=2)).close())

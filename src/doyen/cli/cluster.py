@@ -405,7 +405,8 @@ def _restore(args: argparse.Namespace) -> int:
     else:
         console().print(
             f"the backup was restored to {directory} for node {node} of cluster {cluster};"
-            " restore it on the other nodes too, then start all of them with doyen serve"
+            " restore it on the other nodes too, then start all of them with"
+            f" doyen serve --cluster {cluster}"
         )
     print("do not start the old cluster again: both would elect leaders", file=sys.stderr)
     return Exit.DONE

@@ -150,12 +150,13 @@ def check_identity(folder: Path, found: DirectoryIdentity, wanted: DirectoryIden
             f"{folder} was written by a later release of doyen (format {found.format}; this one"
             f" supports {wanted.format}): install that release."
         )
-    for field in ("cluster", "node", "protocol"):
+    for field, setting in (("cluster", "cluster"), ("node", "id"), ("protocol", "protocol")):
         theirs, ours = getattr(found, field), getattr(wanted, field)
         if theirs != ours:
             raise StoreUnusable(
-                f"{folder} belongs to {field} {theirs!r}, and this is {field} {ours!r}: give this"
-                " node the folder it had before, or an empty one."
+                f"{folder} belongs to {field} {theirs!r}, and this is {field} {ours!r}: set"
+                f" {setting} to {theirs!r}, or give this node the data directory it had before, or"
+                " an empty one."
             )
 
 
