@@ -388,6 +388,20 @@ async def connections_trial(quorum: Doors, patch: pytest.MonkeyPatch) -> None:
             await asyncio.wait_for(raw.reader.read(), PATIENCE_S)
     assert not door.api.watches.streams
 
+    # A defect is answered and reported.
+    reported: list[str] = []
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    with patch.context() as broken:
+        broken.setattr(door.api.replica, "check_version", lambda: 1 // 0)
+        for data in (request("/v3/kv/range", {"key": encoded(b"k")}), WATCH):
+            async with Raw(quorum) as raw:
+                raw.writer.write(data)
+                await raw.until(b"unexpected ZeroDivisionError")
+    loop.set_exception_handler(before)
+    assert len(reported) == 2, reported
+
     # The JSON of a large response is made on another thread.
     threads: list[int] = []
     encode = gateway._encoded_message
