@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -210,16 +211,19 @@ def test_a_real_etcd_is_copied_in_and_out() -> None:
 
         lease = asyncio.run(prepare())
         nodes = ",".join(each.address for each in quorum.members)
-        for action, url, address in (
-            ("import", etcd.url, member.door),
-            ("export", other.url, other.address),
+        for action, url, address, end in (
+            ("import", etcd.url, member.door, signal.SIGINT),
+            ("export", other.url, other.address, signal.SIGKILL),
         ):
             command = [sys.executable, "-m", "doyen", "cluster", action, url]
             command += ["--store", f"doyen://{nodes}", "--json"]
-            first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            first = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
             asyncio.run(some_keys(address))
-            first.kill()
-            first.wait()
+            first.send_signal(end)
+            _, said = first.communicate()
+            assert ("run the same command again" in said) == (end is signal.SIGINT), said
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr
             copied = json.loads(done.stdout)
@@ -238,7 +242,8 @@ async def some_keys(address: str) -> None:
 
 
 def test_urls_that_are_not_of_etcd_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster", "import", "redis://h", "--store", "etcd://h"]) == 2
-    assert "redis://h is not the URL of an etcd cluster" in capsys.readouterr().err
+    for url in ("redis://h", "h:2379"):
+        assert main(["cluster", "import", url, "--store", "etcd://h"]) == 2
+        assert f"{url} is not the URL of an etcd cluster" in capsys.readouterr().err
     assert main(["cluster", "export", "etcd://h", "--store", "sqlite:x.db"]) == 2
     assert "is not the URL of a quorum" in capsys.readouterr().err

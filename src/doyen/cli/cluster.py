@@ -417,8 +417,8 @@ async def _copy(args: argparse.Namespace) -> int:
     with requires("etcd-api", "grpcio", "etcd"):
         from doyen.quorum.etcd_api.copying import KeyspaceSide, copy
 
-    outer = StoreURL.parse(args.etcd)
-    if outer.parts.scheme != "etcd":
+    outer = StoreURL.parse(args.etcd) if "://" in args.etcd else None
+    if outer is None or outer.parts.scheme != "etcd":
         raise ConfigError(
             f"{without_password(args.etcd)} is not the URL of an etcd cluster, such as"
             " etcd://h1:2379,h2:2379"
@@ -429,6 +429,9 @@ async def _copy(args: argparse.Namespace) -> int:
     source, target = sides if args.action == "import" else sides[::-1]
     try:
         done = await copy(source, target, replace=args.replace, progress=_progress())
+    except asyncio.CancelledError:
+        print_note("interrupted: what was copied stays there; run the same command again to go on")
+        raise
     finally:
         for side in sides:
             await side.close()
@@ -436,8 +439,9 @@ async def _copy(args: argparse.Namespace) -> int:
         print_json({each: getattr(done, each) for each in done.__slots__})
         return Exit.DONE
     ended = f"; {done.ended:,} are gone because their leases have ended" if done.ended else ""
+    which = f"all keys that begin with {printable(args.prefix)}" if args.prefix else "all keys"
     console().print(
-        f"{target.name} has all keys ({done.keys:,}{ended}) and leases ({done.leases:,}) of"
+        f"{target.name} has {which} ({done.keys:,}{ended}) and leases ({done.leases:,}) of"
         f" {source.name} at revision {done.revision}: {done.written:,} written,"
         f" {done.deleted:,} deleted, checksum {done.checksum[:16]} on both sides"
     )
