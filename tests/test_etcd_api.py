@@ -15,6 +15,7 @@ import pytest
 from doyen.errors import ConfigError
 from doyen.quorum.etcd_api import rpc
 from doyen.quorum.etcd_api.door import check_access
+from doyen.quorum.etcd_api.service import LeaseService
 from doyen.quorum.keyspace.etcd_state import EtcdKeyspace
 from doyen.quorum.protocol.security import TLS, Security
 from etcd_door import POLL_S, EtcdClient, doors
@@ -189,6 +190,37 @@ def test_elections_and_locks(tmp_path: Path) -> None:
     run(trial())
 
 
+def test_renewals_of_one_stream_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are in the order of the requests."""
+    renew = LeaseService.renew
+
+    async def trial() -> None:
+        last = asyncio.Event()
+
+        async def delayed(self: LeaseService, lease: int) -> int:
+            if lease == leases[-1]:
+                last.set()
+            await last.wait()
+            return await renew(self, lease)
+
+        async with doors(tmp_path) as quorum, EtcdClient(quorum.addresses[0]) as client:
+            leases = [(await client.call(rpc.GRANT, TTL=60)).ID for _ in range(5)]
+            monkeypatch.setattr(LeaseService, "renew", delayed)
+            stream = client.stream(rpc.KEEP_ALIVE)
+            for lease in leases:
+                await stream.write(rpc.KEEP_ALIVE.request(ID=lease))
+            answers = [await read(stream) for _ in leases]
+            assert [(each.ID, each.TTL) for each in answers] == [(each, 60) for each in leases]
+            await stream.write(rpc.KEEP_ALIVE.request(ID=7))
+            await stream.done_writing()
+            assert (await read(stream)).TTL == 0
+            assert await read(stream) is grpc.aio.EOF
+
+    run(trial())
+
+
 async def post(address: str, path: str, body: Any) -> tuple[int, Any]:
     status, lines = await _post(address, path, json.dumps(body).encode())
     return status, json.loads(lines)
@@ -232,7 +264,8 @@ def test_the_json_gateway(tmp_path: Path) -> None:
             text = "etcdserver: key is not provided"
             assert (status, refused) == (400, {"error": text, "message": text, "code": 3})
             assert (await post(address, "/v3/lease/revoke", {"ID": 6}))[0] == 404
-            assert (await post(address, "/v3/auth/enable", {}))[0] == 404
+            assert (await post(address, "/v3/auth/enable", {}))[0] == 501
+            assert (await post(address, "/v3/kv/rage", {}))[0] == 404
             assert (await _post(address, "/v3/kv/put", b"{not json"))[0] == 400
             assert (await _post(address, "/health", b""))[0] == 200
             assert json.loads((await _post(address, "/version", b""))[1])["etcdserver"]

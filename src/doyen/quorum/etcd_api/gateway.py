@@ -29,6 +29,8 @@ LARGE: Final = 1 << 18
 """JSON of more bytes is read or made on another thread, since heartbeats must not wait for it."""
 EARLIER: Final = {"/v3beta/": "/v3/", "/v3/kv/lease/": "/v3/lease/"}
 """Paths of earlier versions of etcd, which some clients use."""
+ADMINISTRATION: Final = "/v3/auth/", "/v3/cluster/", "/v3/maintenance/"
+"""Where the paths are of what etcd offers and a quorum does not."""
 IDLE_S: Final = 300.0
 """How long a connection may be without a request."""
 
@@ -89,6 +91,9 @@ class Gateway:
             await exchange.send(*await self._health())
         elif path == "/version":
             await exchange.send(HTTPStatus.OK, {"etcdserver": VERSION, "etcdcluster": VERSION})
+        elif path.startswith(ADMINISTRATION) and path not in self._unary:
+            error = _error(Code.UNIMPLEMENTED, f"a quorum does not offer {path}")
+            await exchange.send(HTTPStatus.NOT_IMPLEMENTED, error)
         elif path not in self._unary and path not in self._streaming:
             await exchange.send(HTTPStatus.NOT_FOUND, _error(Code.NOT_FOUND, "Not Found"))
         elif request.method != b"POST":

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from random import SystemRandom
 from typing import Any, Final
 
@@ -62,6 +63,8 @@ LARGE: Final = 2000
 DOORS: Final = "nodes/{}/etcd"
 """The key, in doyen's own keyspace, of the URL under which a node serves this API."""
 REGISTER_RETRY_S: Final = 0.2
+RENEWALS: Final = 1000
+"""How many renewals of one stream may be under way."""
 
 Unary = Callable[[Any], Awaitable[Any]]
 Streaming = Callable[[AsyncIterator[Any]], AsyncIterator[Any]]
@@ -205,11 +208,16 @@ class LeaseService:
         return int(ttl_s) if await asker.outcome else 0
 
     async def keep_alive(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for message in requests:
-            # Before the renewal, which may be later than this revision.
-            header = self._replica.header()
-            ttl = await self.renew(message.ID)
-            yield rpc.KEEP_ALIVE.response(header=header, ID=message.ID, TTL=ttl)
+        """A client renews all its leases on one stream, so they do not wait for each other."""
+        async with aclosing(_in_order(requests, self._renewed, RENEWALS)) as responses:  # type: ignore[type-var]
+            async for each in responses:
+                yield each
+
+    async def _renewed(self, message: Any) -> Any:
+        # Before the renewal, which may be later than this revision.
+        header = self._replica.header()
+        ttl = await self.renew(message.ID)
+        return rpc.KEEP_ALIVE.response(header=header, ID=message.ID, TTL=ttl)
 
     async def _time_to_live(self, message: Any) -> Any:
         replica = self._replica
@@ -235,6 +243,36 @@ class LeaseService:
         await self._replica.current()
         leases = [rpc.LeaseStatus(ID=lease) for lease in self._keyspace.etcd.leases]
         return rpc.LEASES.response(header=self._replica.header(), leases=leases)
+
+
+async def _in_order(requests: AsyncIterator[Any], work: Unary, most: int) -> AsyncIterator[Any]:
+    """What `work` returns for each request, in the order of the requests, of which at most so many
+    are worked on at a time."""
+    started: deque[asyncio.Future[Any]] = deque()
+    room, arrived = asyncio.Semaphore(most), asyncio.Event()
+
+    async def take() -> None:
+        async for message in requests:
+            await room.acquire()
+            started.append(asyncio.ensure_future(work(message)))
+            arrived.set()
+
+    taking = asyncio.ensure_future(take())
+    taking.add_done_callback(lambda _: arrived.set())
+    try:
+        while started or not taking.done():
+            if started:
+                yield await started[0]
+                started.popleft()
+                room.release()
+            else:
+                arrived.clear()
+                await arrived.wait()
+        taking.result()
+    finally:
+        for each in (taking, *started):
+            each.cancel()
+        await asyncio.gather(taking, *started, return_exceptions=True)
 
 
 class _Open:
