@@ -39,8 +39,10 @@ class MySQLModel(Cluster):
     def __init__(self, **options: Any) -> None:
         super().__init__(_NAMES, _DIALECT, **options)
 
+    async def wait_for_lock(self, connection: Connection, text: str) -> None:
+        """Locks are granted at once, as by servers that do not share them."""
+
     def understand(self, text: str) -> tuple[list[str], dict[str, Any]]:
-        # Locks are granted at once, as by servers that do not share them.
         return super().understand(re.sub(r"SELECT GET_LOCK\(.*?, 30\);", "SELECT 1;", text))
 
     async def speak(self, connection: Connection, server: DatabaseServer) -> None:
@@ -56,6 +58,7 @@ class MySQLModel(Cluster):
                     connection.send(_packets(1, _ok(0)))
                 case 0x03:  # query
                     text = packet[1:].decode("utf-8", "surrogateescape")
+                    await self.wait_for_lock(connection, text)
                     name = "write" if "COMMIT" in text else "read"
                     await connection.answer(name, partial(self._answer, connection, server, text))
                 case other:

@@ -198,7 +198,7 @@ class LeaseObserver(LeaseObservations):
         """This path will probably change: ask for changes often, until it has, or for three times
         the patience, which is the ttl."""
         self._hurried[path] = self._loop.time() + 3 * self.patience_s
-        self._hurry.set()
+        self._loop.call_later(_HASTY_S, self._hurry.set)  # the watchers act first
 
     def changed(self, path: str) -> None:
         """Notify all watches whose scope contains this path."""
