@@ -188,6 +188,9 @@ def test_a_store_that_does_not_answer(browser: Browser) -> None:
         expect(row(page, "billing").locator(".who")).to_have_text("a")
         expect(page.locator("#act-resign")).to_be_enabled()
         expect(page.locator("#banner")).to_be_hidden()
+        # Beside other panels, those of the columns are left out that matter less than the disk.
+        expect(page.locator("#nodes-table .disk")).not_to_have_count(0)
+        assert all(page.evaluate(FITS, width) for width in (430, 560, 640, 700))
         quorum.freeze()
         began = time.monotonic()
         expect(page.locator("#banner")).to_be_visible()
@@ -382,6 +385,11 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert not alerts
 
 
+FITS = """width => {
+    const panel = document.getElementById('nodes'), body = panel.querySelector('.body');
+    panel.style.width = `${width}px`;
+    return body.scrollWidth <= body.clientWidth;
+}"""
 ALIGNED = """() => {
     const [axis, lane] = ['#axis', '.row:not([hidden]) .lane'].map(
         each => document.querySelector(each).getBoundingClientRect());

@@ -308,7 +308,7 @@ $('dialog').addEventListener('close', () => $('dialog').classList.remove('wide')
 // ---- nodes of a quorum -------------------------------------------------------------------------
 function drawNodes(q) {
   const table = $('nodes-table'), head = el('tr'), body = el('tbody'), thead = el('thead');
-  for (const [text, cls] of [['Node', ''], ['Role', ''], ['Generation', 'num opt'], ['Commit', 'num opt'], ['Lag', 'num'], ['Clients', 'num opt'], ['Keyspace', 'opt'], ['Sync p99', 'num opt'], ['Disk', '']]) head.append(el('th', cls, text));
+  for (const [text, cls] of [['Node', ''], ['Role', ''], ['Generation', 'num opt wide'], ['Commit', 'num opt'], ['Lag', 'num'], ['Clients', 'num opt wide'], ['Keyspace', 'opt wide'], ['Sync p99', 'num opt'], ['Disk', '']]) head.append(el('th', cls, text));
   thead.append(head);
   for (const n of q.nodes) {
     const tr = el('tr'), first = el('td', 'mono'), role = el('td'), mark = el('span', `role ${n.silent ? 'silent' : n.role}`);
@@ -318,7 +318,7 @@ function drawNodes(q) {
     role.append(mark);
     tr.append(first, role);
     if (n.silent) { const td = el('td', 'muted', n.silent); td.colSpan = 7; td.dir = 'auto'; tr.append(td); body.append(tr); continue; }
-    const lag = el('td', n.lag > 100 ? 'num amber' : 'num', n.lag == null ? '–' : thousands(n.lag)), keys = el('td', 'opt'), disk = el('td');
+    const lag = el('td', n.lag > 100 ? 'num amber' : 'num', n.lag == null ? '–' : thousands(n.lag)), keys = el('td', 'opt wide'), disk = el('td');
     if (n.quota) {
       const used = el('span', 'disk'), track = el('span', n.bytes / n.quota > .7 ? 'track low' : 'track'), fill = el('b');
       fill.style.transform = `scaleX(${Math.min(1, n.bytes / n.quota).toFixed(3)})`;
@@ -336,7 +336,7 @@ function drawNodes(q) {
       used.title = `${size(n.disk_free)} free of ${size(n.disk_total)}`;
       disk.append(used);
     } else disk.append(el('span', 'muted', 'ok'));
-    tr.append(el('td', 'num opt', n.generation), el('td', 'num opt', thousands(n.commit)), lag, el('td', 'num opt', n.clients), keys, el('td', n.sync_ms > 100 ? 'num opt amber' : 'num opt', n.sync_ms ? `≤ ${n.sync_ms} ms` : '–'), disk);
+    tr.append(el('td', 'num opt wide', n.generation), el('td', 'num opt', thousands(n.commit)), lag, el('td', 'num opt wide', n.clients), keys, el('td', n.sync_ms > 100 ? 'num opt amber' : 'num opt', n.sync_ms ? `≤ ${n.sync_ms} ms` : '–'), disk);
     body.append(tr);
   }
   table.replaceChildren(thead, body);
