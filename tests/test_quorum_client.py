@@ -542,7 +542,7 @@ def test_a_node_that_names_many_others_has_a_bounded_number_of_them_dialled(
 ) -> None:
     dialled: list[str] = []
 
-    async def inspect(store: QuorumStore, address: str) -> NodeAnswer:
+    async def inspect(store: QuorumStore, address: str, within_s: float) -> NodeAnswer:
         dialled.append(address)
         many = {f"n{number}": f"10.0.0.1:{number}" for number in range(2, 1000)}
         return NodeAnswer(address, condition("n1", addresses=many))

@@ -382,9 +382,10 @@ class Controller:
 
 
 async def control(core: SessionCore, name: str, member: str) -> None:
-    """Be a candidate for the controller of a set, and control in each term, until cancelled."""
+    """Be a candidate for the controller of a set, and control in each term, until cancelled or the
+    session is closed."""
     settings = CampaignSettings(election=group_of(name), name=member)
-    while True:
+    while not core.closed:
         candidacy = Candidacy(core, settings)
         try:
             term = await candidacy.win()
