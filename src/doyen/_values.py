@@ -7,18 +7,51 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, FrozenInstanceError, field, make_dataclass
 from functools import cache
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, NoReturn, dataclass_transform
 
-__all__ = ["Value"]
+__all__ = ["Value", "field"]
+
+_MISSING: Any = object()
+
+
+class _Field:
+    __slots__ = ("compare", "default", "factory", "kind")
+
+    kind: object
+    """The annotation, or its text."""
+
+    def __init__(
+        self, default: object, factory: Callable[[], object] | None, compare: bool
+    ) -> None:
+        self.default = default
+        self.factory = factory
+        self.compare = compare
+
+
+def field(
+    *,
+    default: Any = _MISSING,
+    default_factory: Callable[[], object] | None = None,
+    compare: bool = True,
+) -> Any:
+    """As `dataclasses.field`, whose module takes a while to import."""
+    return _Field(default, default_factory, compare)
 
 
 @cache
-def _dataclass(kind: Any) -> tuple[dict[str, Field[Any]], inspect.Signature]:
+def _dataclass(kind: Any) -> tuple[dict[str, Any], inspect.Signature]:
     """The fields and the signature of a dataclass that is declared as this class is."""
-    specs = [(name, spec.type, spec) for name, spec in kind._specs.items()]
-    made: Any = make_dataclass(kind.__name__, specs, kw_only=kind._kw_only)
+    import dataclasses
+
+    specs = []
+    for name, spec in kind._specs.items():
+        default = {} if spec.default is _MISSING else {"default": spec.default}
+        if spec.factory is not None:
+            default = {"default_factory": spec.factory}
+        declared: Any = dataclasses.field(compare=spec.compare, **default)
+        specs.append((name, spec.kind, declared))
+    made: Any = dataclasses.make_dataclass(kind.__name__, specs, kw_only=kind._kw_only)
     return made.__dataclass_fields__, inspect.signature(made)
 
 
@@ -46,21 +79,21 @@ class Value:
     (Point(x=1, y=0), True)
     """
 
-    _specs: ClassVar[dict[str, Field[Any]]] = {}
+    _specs: ClassVar[dict[str, _Field]] = {}
     _kw_only: ClassVar[bool] = False
     __dataclass_fields__: ClassVar[Any] = _Derived(lambda kind: _dataclass(kind)[0])
     __signature__: ClassVar[Any] = _Derived(lambda kind: _dataclass(kind)[1])
 
     def __init_subclass__(cls, *, kw_only: bool = False) -> None:
         super().__init_subclass__()
-        own: dict[str, Field[Any]] = {}
+        own: dict[str, _Field] = {}
         for name, kind in cls.__annotations__.items():
             if "ClassVar" in str(kind):  # the annotation, or its text
                 continue
-            default = vars(cls).get(name, MISSING)
-            own[name] = default if isinstance(default, Field) else field(default=default)
-            own[name].type = kind
-            if isinstance(default, Field):
+            default = vars(cls).get(name, _MISSING)
+            own[name] = default if isinstance(default, _Field) else _Field(default, None, True)
+            own[name].kind = kind
+            if isinstance(default, _Field):
                 delattr(cls, name)
         cls._specs = cls._specs | own
         cls._kw_only = cls._kw_only or kw_only
@@ -75,9 +108,9 @@ class Value:
         for name, spec in specs.items():
             if name in given:
                 value = given[name]
-            elif spec.default_factory is not MISSING:
-                value = spec.default_factory()
-            elif spec.default is not MISSING:
+            elif spec.factory is not None:
+                value = spec.factory()
+            elif spec.default is not _MISSING:
                 value = spec.default
             else:
                 raise TypeError(f"{self._takes} no {name!r}")
@@ -92,10 +125,15 @@ class Value:
         """Check and complete the fields."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be set: values are final")
+        self._refuse(name, "set")
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be deleted")
+        self._refuse(name, "deleted")
+
+    def _refuse(self, name: str, change: str) -> NoReturn:
+        from dataclasses import FrozenInstanceError
+
+        raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be {change}: it is final")
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

@@ -35,10 +35,9 @@ import json
 import math
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
-from doyen._values import Value
+from doyen._values import Value, field
 from doyen.errors import ConfigError
 
 __all__ = [

@@ -6,10 +6,9 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import field
 from typing import Literal, Protocol, TypedDict, get_args
 
-from doyen._values import Value
+from doyen._values import Value, field
 from doyen.errors import ConfigError, did_you_mean
 from doyen.events import Sink
 from doyen.lease.timing import Timing

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from doyen.election.core import SessionCore
@@ -58,7 +57,7 @@ async def read_line(core: SessionCore, election: str, kind: Kind = "elections") 
     record = await core.call(core.store.get(leader_key(election, kind)))
     tickets = await core.call(core.store.list(line_key(election, kind)))
     line = line_of(election, record, tickets, kind)
-    return line if core.limits.has_line else replace(line, complete=False)
+    return line if core.limits.has_line else line.__replace__(complete=False)
 
 
 async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
@@ -70,7 +69,7 @@ async def read_history(core: SessionCore, election: str) -> list[PastTerm]:
     if record is not None:
         leader = leader_of(election, record)
         known = PastTerm(leader.name, leader.token, leader.since or 0.0)
-        terms[leader.token] = replace(terms.get(leader.token, known), leads=True)
+        terms[leader.token] = terms.get(leader.token, known).__replace__(leads=True)
     return sorted(terms.values(), key=lambda term: -term.token)
 
 

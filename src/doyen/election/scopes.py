@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 from doyen.election.candidate import Candidacy, Claiming, entered_terms
@@ -257,7 +256,7 @@ class _HeldLock(Generic[C]):
         return held[-1][1].term if held else None
 
     def _waiting(self, wait_s: float | None) -> CampaignSettings:
-        return self._settings if wait_s is None else replace(self._settings, wait_s=wait_s)
+        return self._settings if wait_s is None else self._settings.__replace__(wait_s=wait_s)
 
     def _keep(self, entered: list[tuple[object, C]], campaign: C) -> None:
         entered.append((self._holder(), campaign))

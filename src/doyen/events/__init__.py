@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
-from doyen._values import Value
+from doyen._values import Value, field
 from doyen.model import Kind
 
 __all__ = [

@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -161,15 +160,18 @@ class InlineRuntime:
         pass  # the loop is the caller's
 
 
-@dataclass(eq=False, repr=False)
 class _Work:
     """A coroutine on its way to doyen's loop."""
 
-    coroutine: Coroutine[Any, Any, Any]
-    on_done: Callable[[asyncio.Task[Any]], None]
-    """Called on doyen's loop with the task, once it is done."""
     task: asyncio.Task[Any] | None = None
-    cancelled: bool = False
+    cancelled = False
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
+    ) -> None:
+        """`on_done` is called on doyen's loop with the task, once it is done."""
+        self.coroutine = coroutine
+        self.on_done = on_done
 
     def cancel(self) -> None:
         """On doyen's loop."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
+from doyen._values import Value, field
 from doyen.election.options import default_name
 from doyen.errors import ConfigError
 from doyen.manage.health import HealthCheck
@@ -46,8 +46,7 @@ class MemberOptions(TypedDict, total=False):
     """The longest time that a health check may take. Default 5 s."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSettings:
+class MemberSettings(Value, kw_only=True):
     """The options of a member, checked and completed; see `MemberOptions`."""
 
     group: str
