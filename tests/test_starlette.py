@@ -529,6 +529,18 @@ def test_a_missing_library_is_named_with_its_extra(
         import_module(f"doyen.integrations.{module}")
 
 
+@pytest.mark.parametrize("module", ["apscheduler", "celery", "flask", "rq", "starlette"])
+def test_a_missing_framework_is_named_with_its_extra(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in [each for each in sys.modules if each.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"doyen.integrations.{module}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'doyen\[{module}\]'"):
+        import_module(f"doyen.integrations.{module}")
+
+
 def get(port: int, path: str) -> int:
     """The status of a GET request; 0 without an answer."""
     try:

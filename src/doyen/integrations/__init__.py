@@ -9,3 +9,22 @@ and need the extra `forward`. Each framework has a module. Three mechanisms serv
 
 `last_runs` is what the next leader of a schedule has to know.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+__all__ = ["needing"]
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Imports of optional libraries. If one is missing, the error names the extra that has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"doyen.integrations.{extra} needs {error.name}: pip install 'doyen[{extra}]'",
+            name=error.name,
+        ) from error

@@ -27,24 +27,26 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Self, Unpack
 
-from apscheduler.events import (
-    EVENT_JOB_ERROR,
-    EVENT_JOB_EXECUTED,
-    EVENT_JOB_MISSED,
-    EVENT_SCHEDULER_SHUTDOWN,
-    EVENT_SCHEDULER_STARTED,
-)
-from apscheduler.jobstores.memory import MemoryJobStore
-from apscheduler.schedulers import SchedulerNotRunningError
-from apscheduler.schedulers.base import BaseScheduler
-from apscheduler.triggers.date import DateTrigger
-
 from doyen.blocking import BlockingSession
 from doyen.election.options import CampaignOptions
 from doyen.events.log_lines import log_line
+from doyen.integrations import needing
 from doyen.integrations.background import BackgroundLeadership, Fail, OnFailure
 from doyen.lease.clock import SystemClock
 from doyen.term import Term
+
+with needing("apscheduler"):
+    from apscheduler.events import (
+        EVENT_JOB_ERROR,
+        EVENT_JOB_EXECUTED,
+        EVENT_JOB_MISSED,
+        EVENT_SCHEDULER_SHUTDOWN,
+        EVENT_SCHEDULER_STARTED,
+    )
+    from apscheduler.jobstores.memory import MemoryJobStore
+    from apscheduler.schedulers import SchedulerNotRunningError
+    from apscheduler.schedulers.base import BaseScheduler
+    from apscheduler.triggers.date import DateTrigger
 
 __all__ = ["Leadership"]
 

@@ -29,15 +29,17 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from celery.beat import Scheduler
-
 from doyen.blocking import connect_blocking
 from doyen.errors import DoyenError
 from doyen.events.log_lines import log_line
+from doyen.integrations import needing
 from doyen.integrations.background import BackgroundLeadership, Fail
 from doyen.integrations.last_runs import LastRuns
 from doyen.integrations.signals import Uninterrupted
 from doyen.term import Term
+
+with needing("celery"):
+    from celery.beat import Scheduler
 
 __all__ = ["LeaderScheduler", "LeadingMixin"]
 

@@ -23,13 +23,15 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, Unpack
 
-from flask import Flask, request
-from werkzeug.exceptions import ServiceUnavailable
-
 from doyen.blocking import BlockingSession
 from doyen.election.options import CampaignOptions
+from doyen.integrations import needing
 from doyen.integrations.background import BackgroundLeadership, OnFailure
 from doyen.term import Term
+
+with needing("flask"):
+    from flask import Flask, request
+    from werkzeug.exceptions import ServiceUnavailable
 
 __all__ = ["Leadership"]
 

@@ -22,18 +22,20 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Unpack
 
-from redis import Redis, RedisError
-from redis.client import Pipeline
-from rq.cron import CronJob, CronScheduler
-from rq.exceptions import SchedulerNotFound, StopRequested
-
 from doyen.blocking import BlockingSession, connect_blocking
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.events.log_lines import log_line
+from doyen.integrations import needing
 from doyen.integrations.last_runs import LastRuns
 from doyen.integrations.programs import Interrupted, lead
 from doyen.integrations.signals import Uninterrupted
 from doyen.term import Term
+
+with needing("rq"):
+    from redis import Redis, RedisError
+    from redis.client import Pipeline
+    from rq.cron import CronJob, CronScheduler
+    from rq.exceptions import SchedulerNotFound, StopRequested
 
 __all__ = ["LeaderCronScheduler"]
 

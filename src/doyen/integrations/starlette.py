@@ -35,18 +35,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Literal, TypeVar, Unpack
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-
 from doyen._waiting import outlast
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.errors import ConfigError, LeadershipLost, SessionClosed, StaleToken
 from doyen.events.log_lines import log_line
+from doyen.integrations import needing
 from doyen.integrations.forwarding import LeaderView
 from doyen.integrations.signals import release_on_sigterm
 from doyen.session import Session, connect
 from doyen.term import Term
+
+with needing("starlette"):
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
 
 __all__ = ["Leadership"]
 
