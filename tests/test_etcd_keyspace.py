@@ -238,6 +238,7 @@ def test_one_change_of_many_keys_has_one_revision() -> None:
     assert (done.revision, keyspace.etcd.revision) == (2, 2)
     assert ask(keyspace, DeleteKeys(b"a", b"z")).deleted == 2
     assert [each.mod for each in keyspace.etcd.changes(3)] == [3, 3]
+    assert [each.mod for each in keyspace.etcd.changes(3, 1)] == [3, 3], "not divided"
     assert ask(keyspace, DeleteKeys(b"a", b"z")).revision == 3, "nothing to delete, no revision"
 
 

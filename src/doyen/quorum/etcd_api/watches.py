@@ -34,8 +34,9 @@ from doyen.quorum.node.driver import Driver
 EVENTS: Final = 1000
 """About how many events one response has; those of one revision are not divided."""
 EVENTS_BYTES: Final = 1 << 20
-SCANNED: Final = 10_000
-"""How many changes are looked at in one turn of the loop."""
+SCANNED: Final = 1000
+"""About how many changes a stream looks at in one turn of the loop: hundreds of streams may
+have to look at a long history at the same time."""
 PROGRESS_S: Final = 600.0
 """How often a watch that asks for it is notified although nothing happened."""
 NO_WATCH: Final = -1
@@ -175,9 +176,9 @@ class WatchHub:
         etcd = self._keyspace.etcd
         events: list[Any] = []
         size, position, more = 0, watch.position, False
-        for scanned, change in enumerate(etcd.changes(position)):
-            enough = scanned >= SCANNED or len(events) >= EVENTS or size > EVENTS_BYTES
-            more = enough and change.mod > position
+        changes = etcd.changes(position, SCANNED)
+        for change in changes:
+            more = (len(events) >= EVENTS or size > EVENTS_BYTES) and change.mod > position
             position = change.mod
             if more:
                 break
@@ -186,7 +187,9 @@ class WatchHub:
                 events.append(event)
                 size += event.ByteSize()
         else:
-            position = max(position, etcd.revision + 1)
+            last = changes[-1].mod if changes else etcd.revision
+            position = max(position, last + 1)
+            more = position <= etcd.revision
         return rpc.WATCH.response(events=events).SerializeToString(), position, more
 
     def _event(self, watch: EtcdWatch, change: EtcdRecord) -> Any:

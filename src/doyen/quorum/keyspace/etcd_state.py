@@ -193,10 +193,14 @@ class EtcdKeyspace:
 
     # History.
 
-    def changes(self, since: int) -> list[EtcdRecord]:
-        """All changes from a revision on, which must not be compacted."""
+    def changes(self, since: int, count: int | None = None) -> list[EtcdRecord]:
+        """The changes from a revision on, which must not be compacted: all of them, or about the
+        first `count`. Those of one revision are not divided."""
         log = self._log
-        return log[bisect_left(log, since, key=_MOD) :]
+        first = bisect_left(log, since, key=_MOD)
+        if count is None or len(log) - first <= count:
+            return log[first:]
+        return log[first : bisect_right(log, log[first + count - 1].mod, key=_MOD)]
 
     def before(self, change: EtcdRecord) -> EtcdRecord | None:
         """What the key of a change had before it, unless that has been compacted."""
