@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from doyen.manage.shards.owner import ShardOwner
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import ShardTerm
 from doyen.manage.shards.steps import next_plan
+from doyen.testing.faults import Faults, Late
 from support import Place, now, until, virtual
 from test_shards import Jobs
 
@@ -79,3 +82,38 @@ async def test_no_plan_is_computed_while_moves_are_under_way_and_nothing_else_is
         await until(lambda: "c" in jobs.plan().members)
         assert now() - asked < controller.LINGER_S
     await jobs.settled(12)
+
+
+@virtual
+async def test_nothing_is_let_go_while_a_slow_store_deletes_a_record(place: Place) -> None:
+    """What takes long to end by itself is not waited for."""
+    jobs, faults, asked_at, ended_at = Jobs(place), Faults(), list[float](), list[float]()
+    session = await jobs.create(8, moves_at_once=4)
+    ending_s = 0.0
+
+    async def body(term: ShardTerm) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            asked_at.append(now())
+            await asyncio.sleep(ending_s)
+            ended_at.append(now())
+
+    async def drain() -> list[float]:
+        """The pauses between bodies that are asked to end."""
+        for name in ("a", "b"):
+            await session.shards("jobs").drain(name, undo=True)
+        await until(lambda: sorted(jobs.plan().loads().values()) in ([4, 4], [3, 5]))
+        await until(lambda: not jobs.plan().moves)
+        asked_at.clear()
+        faults.next("delete", *[Late(before_s=0.3)] * (4 if ending_s == 0.0 else 0))
+        await session.shards("jobs").drain("a", wait_s=30.0)
+        return [later - earlier for earlier, later in pairwise(asked_at[:4])]
+
+    jobs.body = body
+    await jobs.join("a", faults)
+    await jobs.join("b")
+    assert min(await drain()) >= 0.3
+    ending_s = 1.0
+    assert max(await drain()) < 0.3
+    assert ended_at

@@ -76,6 +76,8 @@ class FollowedPlan:
         """The shards that the plan gives to this member, now or after a move."""
         self.unheld: list[int] = []
         """The shards of this member's slots that have no record, according to the plan."""
+        self.took_s = 0.0
+        """How long it took to read the plan."""
         self.watched = WatchedKeys(core, shards_key(shards, "plan"), changed)
         self.shards = shards
         self._member = member
@@ -88,7 +90,7 @@ class FollowedPlan:
     async def read(self) -> None:
         """Read the plan. Reads do not overtake one another."""
         async with self._reading:
-            before = self._version
+            before, began = self._version, asyncio.get_running_loop().time()
             with self.watched.reading():
                 version = await self._document.read(before)
                 if version is None and before is not None:
@@ -109,6 +111,7 @@ class FollowedPlan:
                 )
                 log.warning("%s", line)
             earlier, self.current, self._version = self.current, plan, version
+            self.took_s = asyncio.get_running_loop().time() - began
             self.mine = plan.owned_by(self._member)
             self.mine += [n for n, move in plan.moves.items() if move.to == self._member]
             self.unheld = [shard for shard in plan.unheld if shard in self._slots]

@@ -18,18 +18,29 @@ from doyen.manage.shards.slots import Bodies, log_shard_error
 from doyen.manage.shards.steps import SeenMember
 from doyen.model import members_key
 
-__all__ = ["Moves"]
+__all__ = ["Moves", "calm_after"]
 
 TURN = 3
-LONGEST_TURN_S = 0.05
+LONGEST_ENDING_S, LONGEST_PAUSE_S = 0.1, 0.2
 """Shards whose new owner is ready are let go one at a time: the next after `TURN` times as long as
 it took to delete the record, which is about when the new owner has its own, or after a while if the
-body takes long to end. If all were let go at once, the requests of all new owners would compete,
+body takes long to end. While a busy store deletes the record, nothing else is let go: the new owner
+needs that store too. If all were let go at once, the requests of all new owners would compete,
 and every shard would be without an owner until the last is done."""
-CALM_S = 0.05
-"""No turn begins this soon after a plan was read. All members read a plan at the same time. A new
-owner that had to wait for the processor or the store would leave its shard without an owner for
-longer. The plan is not written so often that this delays a move by much."""
+CALM_S, READS, LONGEST_CALM_S = 0.05, 10, 0.5
+"""No turn begins this soon after a plan was read, or `READS` times as long as it took to read it.
+All members read a plan at the same time. A new owner that had to wait for the processor or the
+store would leave its shard without an owner for longer. The plan is not written so often that this
+delays a move by much."""
+
+
+def calm_after(read_took_s: float) -> float:
+    """How long to let nothing go after a plan was read.
+
+    >>> calm_after(0.001), calm_after(0.02), calm_after(2.0)
+    (0.05, 0.2, 0.5)
+    """
+    return min(max(CALM_S, READS * read_took_s), LONGEST_CALM_S)
 
 
 class Moves:

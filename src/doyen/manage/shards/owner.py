@@ -38,7 +38,7 @@ from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
 from doyen.manage.shards.following import FollowedPlan
-from doyen.manage.shards.moves import CALM_S, LONGEST_TURN_S, TURN, Moves
+from doyen.manage.shards.moves import LONGEST_ENDING_S, LONGEST_PAUSE_S, TURN, Moves, calm_after
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import Bodies, BodyFailures, ShardTerm, Slot, Stage, log_shard_error
 from doyen.manage.shards.spec import check_weight
@@ -244,7 +244,8 @@ class ShardOwner:
         self._moves.members.stale = self._due.all = True
         if self.plan.current.moves and not self._moves.held_back:
             self._moves.held_back = True
-            asyncio.get_running_loop().call_later(CALM_S, self._let_turns_begin)
+            calm_s = calm_after(self.plan.took_s)
+            asyncio.get_running_loop().call_later(calm_s, self._let_turns_begin)
 
     def _let_turns_begin(self) -> None:
         self._moves.held_back = False
@@ -293,8 +294,14 @@ class ShardOwner:
             slot = self.slots.get(shard)
             if slot is not None and not self._is_planned(shard):
                 turn = self._moves.ending = shard, loop.time()
-                loop.call_later(LONGEST_TURN_S, self._end_turn, turn)
+                loop.call_later(LONGEST_ENDING_S, self._end_slow_turn, turn)
                 self._release(slot, MOVED)
+
+    def _end_slow_turn(self, turn: tuple[int, float]) -> None:
+        """End a turn whose body takes long to end."""
+        slot = self.slots.get(turn[0])
+        if slot is not None and slot.leading is not None:
+            self._end_turn(turn)
 
     def _end_turn(self, turn: tuple[int, float]) -> None:
         if turn == self._moves.ending:
@@ -373,7 +380,8 @@ class ShardOwner:
         self._empty.set()
         turn, loop = self._moves.ending, asyncio.get_running_loop()
         if turn is not None and turn[0] == slot.shard:
-            loop.call_later((TURN - 1) * (loop.time() - turn[1]), self._end_turn, turn)
+            pause_s = min((TURN - 1) * (loop.time() - turn[1]), LONGEST_PAUSE_S)
+            loop.call_later(pause_s, self._end_turn, turn)
         self._due.look_again_at(slot.shard)
 
     async def _look_at_unheld(self) -> None:
