@@ -516,7 +516,8 @@ def record(token: int, name: str = "a") -> Entry:
     [
         (LeaseSight(4.0, 100.0, 5.0), None, "let go"),
         (LeaseSight(0.2, 100.0, 5.0), None, "expired"),
-        (LeaseSight(4.0, 90.0, 5.0), None, "expired"),
+        (LeaseSight(2.0, 98.0, 5.0), None, "expired"),
+        (LeaseSight(4.0, 90.0, 5.0), None, "ended"),  # it may have been renewed since
         (LeaseSight(4.0, 100.0, 5.0, "died"), None, "died"),
         (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops"), "resigned"),
         (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops", "b-1"), "transferred"),
@@ -552,6 +553,17 @@ def test_an_outdated_answer_does_not_end_a_term() -> None:
     row.look(record(7), [], None, 3.0, first=False)
     (term,) = row.terms
     assert (term.token, term.since, term.until, term.cause) == (7, 1.0, None, "")
+
+
+def test_a_leader_whose_lease_was_not_looked_at_and_that_recorded_no_end() -> None:
+    row = ElectionRow("elections", "e")
+    row.look(record(7), [], None, 50.0, first=False)
+    row.look(record(9, "b"), [], None, 90.0, first=False, lease=LeaseSight(4.0, 50.0, 5.0))
+    assert row.terms[0].cause == "ended"
+    cut_off = [PastTerm("a", 7, 50.0), PastTerm("b", 9, 90.0)]
+    assert row.learn(recorded_terms(cut_off), settled=True)
+    assert row.terms[0].cause == "expired"
+    assert "killed or frozen" in row.terms[0].why
 
 
 def test_a_leader_whose_lease_was_ended_for_it_was_killed() -> None:

@@ -21,6 +21,9 @@ TERMS = 60
 """How many terms of an election are kept."""
 NAME = 300
 """How many characters of a name are sent for a list; details have all of it."""
+RECENT_S = 3.0
+"""How old a look at a lease may be to tell how a term ended. Those of leaders that a page shows are
+looked at more often."""
 NEARLY_OVER_S = 0.3
 """A lease that has no more than this left when its record disappears has run out."""
 
@@ -206,6 +209,8 @@ class ElectionRow:
         self, term: SeenTerm, now: float, lease: LeaseSight | None, held: Iterable[str]
     ) -> tuple[EndCause, str]:
         name, order = clipped(term.name, 60), self.order
+        if lease is not None and not lease.ended and now - lease.at > RECENT_S:
+            lease = None  # it may have been renewed since: no page shows it
         if order is not None and order.token == term.token:
             by = clipped(order.by, 60)
             if order.rank is not None:
@@ -245,11 +250,18 @@ class ElectionRow:
             if known.cause == "expired" and seen.cause:
                 # Whoever saw the end of the lease saw as much. A lease that was still running, of a
                 # leader that has recorded no end, was ended for it.
-                if settled and seen.cause in ("let go", "ended"):
+                name = clipped(seen.name, 60)
+                if settled and seen.cause == "let go":
                     seen.cause, changed = "died", True
                     seen.why = (
-                        f"{clipped(seen.name, 60)} recorded no end, and its lease had not run out:"
+                        f"{name} recorded no end, and its lease had not run out:"
                         " its process was killed."
+                    )
+                elif settled and seen.cause == "ended":
+                    seen.cause, changed = "expired", True
+                    seen.why = (
+                        f"{name} recorded no end: its process was killed or frozen, or could not"
+                        " reach the store."
                     )
                 continue
             if seen.until is not None and known.until not in (None, seen.until):
