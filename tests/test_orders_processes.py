@@ -286,8 +286,11 @@ def test_two_givers_at_once(stage: Stage) -> None:
     stage.join("a", waits=False, slow_s=0.5)
     stage.join("b")
     stage.join("c")
-    for giver, successor in (("g", "b"), ("h", "c")):
-        stage.give(giver, to=successor)
+    givers = [stage.give(who, to=to, at_a_word=True) for who, to in (("g", "b"), ("h", "c"))]
+    for who in ("g", "h"):
+        stage.wait(who, "ready")  # or one would be too late on a busy machine
+    for giver in givers:
+        giver.go()
     outcomes = [stage.outcome(giver) for giver in ("g", "h")]
     led = [outcome["leader"] for outcome in outcomes if "leader" in outcome]
     assert led, outcomes
