@@ -218,15 +218,16 @@ def test_requests_are_executed_once_in_much_trouble(seed: int) -> None:
 
 
 def test_the_world_is_troubled_and_requests_are_served() -> None:
-    """Every kind of answer occurs, and requests are forwarded."""
-    worlds = [run(seed) for seed in range(6)]
+    """Every kind of answer occurs, and requests are forwarded. Sessions vary their renewals at
+    random, so the counts vary, too."""
+    worlds = [run(seed) for seed in range(12)]
     statuses = Counter(status for world in worlds for status, _ in world.told.values())
     assert {200, 502, 503, 504} <= {*statuses}
     assert statuses[200] > sum(statuses.values()) / 3
     assert max(world.network.hops for world in worlds) == 2
     assert (
         len({(seed, each.token) for seed, world in enumerate(worlds) for each in world.executed})
-        > 20
+        > 30
     )
 
 
