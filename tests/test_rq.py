@@ -15,6 +15,7 @@ import pytest
 from redis import Redis, RedisError
 from rq import Queue, cron_scheduler_registry
 from rq.cron import CronScheduler
+from rq.exceptions import SchedulerNotFound
 
 import doyen
 import servers
@@ -97,6 +98,23 @@ def test_a_leader_has_resigned_when_it_leaves_the_registry_of_rq(
     assert left == [True]
     listed = {each.name for each in CronScheduler.all(connection)}
     assert (scheduler.name not in listed) is answers
+
+
+def test_schedulers_that_are_registered_are_shown(store: str, redis: servers.Redis) -> None:
+    """As for RQ's own class, whose `fetch` makes an instance with the arguments of that class."""
+    connection = Redis(port=redis.port)
+    scheduler = LeaderCronScheduler(connection, "e", store, logging_level="CRITICAL")
+    scheduler.register(print, "of-this-test", interval=3600)
+    scheduler.register_birth()
+    try:
+        assert scheduler.name in {each.name for each in LeaderCronScheduler.all(connection)}
+        fetched = LeaderCronScheduler.fetch(scheduler.name, connection)
+        assert fetched.pid == os.getpid()
+        assert [job.name for job in fetched.get_jobs()] == ["builtins.print"]
+        with pytest.raises(SchedulerNotFound):
+            LeaderCronScheduler.fetch("nobody", connection)
+    finally:
+        CronScheduler.register_death(scheduler)
 
 
 @pytest.mark.usefixtures("handlers")

@@ -79,6 +79,12 @@ class LeaderCronScheduler(CronScheduler):
             if self._runs is not None:
                 self._leave_registry()
 
+    @classmethod
+    def fetch(cls, name: str, connection: Redis) -> CronScheduler:
+        """What a scheduler has registered in Redis, as RQ's own class, for looking at. RQ does not
+        know the election, so it cannot be started as a candidate."""
+        return CronScheduler.fetch(name, connection)
+
     def register_death(self, pipeline: Pipeline | None = None) -> None:
         """Called by RQ at the end of a term, before it is released. `start` does it after that."""
 
