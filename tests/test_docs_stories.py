@@ -1,4 +1,4 @@
-"""The tutorial and the how-to are executed: their commands print what the documents show."""
+"""Pages that are typed into terminals are executed: their commands print what the pages show."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def stories() -> Iterator[tuple[str, list[Block]]]:
-    """The tutorial as a whole, and each task of the how-to."""
+    """The tutorial as a whole, and each section of others that is typed into terminals."""
     yield "tutorial", [*blocks(DOCS / "tutorial.md")]
-    howto = [*blocks(DOCS / "howto.md")]
-    for section in dict.fromkeys(block.section for block in howto):
-        of_section = [block for block in howto if block.section == section]
-        if any(block.terminal for block in of_section):
-            yield section, of_section
+    for page in ("howto.md", "stores/quorum.md"):
+        document = [*blocks(DOCS / page)]
+        for section in dict.fromkeys(block.section for block in document):
+            of_section = [block for block in document if block.section == section]
+            if any(block.terminal for block in of_section):
+                yield section, of_section
 
 
 @pytest.fixture
