@@ -76,6 +76,18 @@ class _Spy:
         return getattr(self._transport, name)
 
 
+async def test_a_small_answer_does_not_wait_for_an_acknowledgement() -> None:
+    """With Nagle's algorithm, the second of two small frames would wait 40 ms for one."""
+    async with Nodes() as nodes:
+        node = await nodes.add("n1")
+        caller = await call(node.address)
+        await until(lambda: node.clients)
+        for link in (caller.link, node.clients[0]):
+            connection = link._transport.get_extra_info("socket")
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        caller.link.abort()
+
+
 async def test_what_was_sent_goes_before_the_end() -> None:
     async with Nodes() as nodes:
         node = await nodes.add("n1")

@@ -372,6 +372,8 @@ def test_five_thousand_elections_and_hostile_names(browser: Browser) -> None:
         assert after["LayoutCount"] - before["LayoutCount"] < 6 * frames
         assert page.evaluate("document.querySelectorAll('*').length") < 1500
         expect(page.locator("#s-gap")).to_have_text("300")
+        stayed, kept = page.evaluate(KEPT)
+        assert kept == stayed > 10, "only the rows that scrolling brings in are filled"
 
         # In another order than by name, the rows are sorted twice a second, not at every change.
         page.locator("[data-sort=last]").click()
@@ -400,6 +402,16 @@ DRAWN = """async tolerance => {
     const terms = [['a', 1, 0, 10.02, 'expired', '', true], ['b', 2, 10, 20, 'let go', '', true]];
     drawLane(lane, terms, { from: 0, to: 30, known: 30, tolerance }, 300);
     return ['.upper', '.g'].map(each => lane.querySelectorAll(each).length);
+}"""
+KEPT = """async () => {
+    const node = document.getElementById('scroll');
+    const shown = () => new Map([...node.querySelectorAll('.row:not([hidden])')].map(
+        each => [each.row.key, each]));
+    const before = shown();
+    node.scrollTop += 81;
+    await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+    const stayed = [...shown()].filter(([key]) => before.has(key));
+    return [stayed.length, stayed.filter(([key, each]) => before.get(key) === each).length];
 }"""
 COUNT_SORTS = """() => {
     window.sorts = 0;

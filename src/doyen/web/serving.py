@@ -74,7 +74,7 @@ def listen(
         raise ConfigError(f"the address to listen on is HOST:PORT, not {address!r}")
     try:
         family = socket.getaddrinfo(host, int(number), type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family[0], family[1])
+        bound = socket.socket(*family[:3])  # asyncio sets TCP_NODELAY if the protocol is named
     except OSError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from error
     try:

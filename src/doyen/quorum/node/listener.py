@@ -208,7 +208,9 @@ class Listener:
 
 
 def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only if the protocol is named. Without it, the second of two small
+    # answers waits for the peer's delayed acknowledgement of the first, 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setblocking(False)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

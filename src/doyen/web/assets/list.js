@@ -110,17 +110,18 @@ export function layout(only) {
   const height = `${view.order.length * h}px`;
   if (pad.style.height !== height) pad.style.height = height;
   while (pool.length < need) pool.push(makeRow());
-  pool.forEach((d, k) => {
-    const at = first + k, key = view.order[at];
-    const row = k < need ? state.rows.get(key) : null;
-    if (!row) { d.hidden = true; d.row = null; return; }
+  // A row of the list keeps its element while it is shown, so scrolling fills only those that come in.
+  for (let at = first; at < first + pool.length; at++) {
+    const d = pool[at % pool.length], key = view.order[at];
+    const row = at < first + need ? state.rows.get(key) : null;
+    if (!row) { d.hidden = true; d.row = null; continue; }
     const moved = d.row?.key !== key || d.hidden;
     d.hidden = false;
     if (moved || d.at !== at) { d.at = at; d.style.transform = `translateY(${at * h}px)`; d.setAttribute('aria-posinset', at + 1); }
-    d.setAttribute('aria-setsize', view.order.length);
+    if (d.of !== view.order.length) { d.of = view.order.length; d.setAttribute('aria-setsize', d.of); }
     d.row = row;
     if (moved || !only || only.has(key)) fill(d);
-  });
+  }
   const inAll = state.rows.size, shown = pool.filter(d => d.row).length;
   const count = view.filter ? `${thousands(view.order.length)} of ${thousands(inAll)} match`
     : inAll > shown ? `${Math.min(shown, Math.floor(size.height / h))} of ${thousands(inAll)}` : thousands(inAll);
