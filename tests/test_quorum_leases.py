@@ -122,6 +122,41 @@ def test_a_sweeper_that_was_late_spares_every_lease_once(monkeypatch: pytest.Mon
     assert clock.renew(alive, again + 0.1)
 
 
+def test_a_pause_is_a_time_in_which_nobody_looked() -> None:
+    """A leader that waits for the ends of others looks meanwhile, and is not taken for one that
+    was stopped."""
+    _, clock, (lease,) = granted(2.0)
+    for tenths in range(20, 30):
+        clock.look(tenths / 10)
+    assert clock.due(3.0) == (lease,)
+    _, clock, (lease,) = granted(2.0)
+    clock.look(2.1)
+    clock.look(2.5)
+    clock.look(2.6)
+    assert clock.due(2.7) == ()
+    assert clock.next_deadline == pytest.approx(2.5 + 0.4)
+
+
+def test_one_look_at_renewed_or_spared_leases_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand of them would hold up the leader for a second."""
+    monkeypatch.setattr(module, "EXAMINED", 10)
+    for pause_s in (0.0, 2 * OVERSLEPT_S):
+        _, clock, leases = granted(*[2.0] * 45)
+        for lease in leases[::3]:
+            clock.renew(lease, 1.0)
+        now, ended, calls = 2.0 + pause_s, [], 0
+        while len(ended) < len(leases):
+            moved = len(clock._heap) - sum(at > now for at, _ in clock._heap)
+            ended += clock.due(now)
+            left = len(clock._heap) - sum(at > now for at, _ in clock._heap)
+            assert moved - left <= 10
+            calls += 1
+            if not left:
+                now = clock.next_deadline
+        assert sorted(ended) == leases
+        assert calls < 15
+
+
 def test_many_are_taken_in_and_ended_by_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLICE", 10)
     monkeypatch.setattr(module, "AT_ONCE", 7)
@@ -486,8 +521,9 @@ def test_grants_without_end_do_not_postpone_the_end_of_a_lease() -> None:
 class Committing(Refusing):
     """A driver whose commands are carried out a moment after they were submitted."""
 
-    def __init__(self, keyspace: Keyspace) -> None:
+    def __init__(self, keyspace: Keyspace, commit_s: float = 0.01) -> None:
         super().__init__(keyspace)
+        self.commit_s = commit_s
         self.under_way = self.most = 0
 
     def submit(self, target: int, body: bytes, settle: Settle, **options: Any) -> None:
@@ -498,7 +534,7 @@ class Committing(Refusing):
             self.under_way -= 1
             settle(0, self.keyspace.apply(body), None)
 
-        asyncio.get_running_loop().call_later(0.01, commit)
+        asyncio.get_running_loop().call_later(self.commit_s, commit)
 
 
 def test_many_leases_that_are_over_at_once_end_a_few_at_a_time(
@@ -527,5 +563,33 @@ def test_many_leases_that_are_over_at_once_end_a_few_at_a_time(
         assert driver.most == ENDS
         # Each round ends ENDS slices, and takes a commit and the shortest wait for the next.
         assert loop.time() - began < 0.6 + 200 / (5 * ENDS) * 0.015
+
+    run_virtual(main)
+
+
+def test_leases_that_wait_for_the_ends_of_others_are_not_taken_for_ones_that_were_slept_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However slow the disks are: a leader that waits for a commit was not stopped."""
+    monkeypatch.setattr(module, "AT_ONCE", 5)
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        keyspace = Keyspace()
+        for _ in range(60):
+            do(keyspace, Grant(1.0))
+        driver = Committing(keyspace, commit_s=OVERSLEPT_S + 0.05)
+        keeper = KeyspaceLeases(driver, keyspace, loop.clock, QUOTA)  # type: ignore[arg-type]
+        keeper.role_changed(1)
+        while keyspace.lease_count == 60:
+            await asyncio.sleep(0.001)
+            keeper.applied(0)
+        began = loop.time()
+        while keyspace.lease_count:
+            await asyncio.sleep(0.001)
+            keeper.applied(0)
+        keeper.stop()
+        rounds = 60 / (5 * ENDS) - 1
+        assert loop.time() - began < rounds * (driver.commit_s + 0.01)
 
     run_virtual(main)

@@ -21,6 +21,7 @@ from doyen.quorum.keyspace.commands import (
     encode,
 )
 from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.node import disk_space
 from doyen.quorum.node.clients import PIECE
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.replicated import USER
@@ -28,6 +29,7 @@ from doyen.quorum.protocol.connection import BOUND, HIGH_WATER
 from doyen.quorum.protocol.frames import MAX_FRAME
 from doyen.quorum.protocol.requests import (
     MAX_VALUE,
+    MAX_WRITES,
     Administer,
     Ahead,
     ErrorCode,
@@ -292,6 +294,41 @@ def test_deletions_in_a_mixed_batch_are_carried_out_when_disks_are_full() -> Non
                 assert isinstance(decode_result(done), Done)
             for disk in quorum.world.disks.values():
                 disk.full = False
+            await asyncio.sleep(0.5)
+
+    on_quorum(test)
+
+
+def test_many_deletions_that_wait_for_slow_full_disks_are_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they may use of the reserve is counted once for each of them, however long they wait for
+    earlier entries."""
+    count = MAX_WRITES
+
+    async def test(quorum: Quorum) -> None:
+        for node in (await quorum.leader(), await quorum.follower()):
+            name = f"client-of-{node}"
+            client = Client(quorum.services[node], name)
+            keys = [f"{node}/{number:03}" for number in range(count)]
+            ids = [*range(1, count + 1)]
+            client.put(Write(1, ids, [encode(Put(key, b"", 0)) for key in keys]))
+            for number in ids:
+                await client.answer_to(number)
+            for disk in quorum.world.disks.values():
+                disk.full, disk.sync_s = True, 0.05
+            await asyncio.sleep(0.5)
+            size = len(encode(Delete(keys[0], 0))) + len(name) + 32
+            monkeypatch.setattr(disk_space, "SPARE_BYTES", 2 * count * size)
+            for number, key in enumerate(keys, count + 1):
+                client.put(Write(count + 1, [number], [encode(Delete(key, 0))]))
+                await asyncio.sleep(0.001)
+            for number in range(count + 1, 2 * count + 1):
+                done = await client.answer_to(number)
+                assert isinstance(done, bytes), done
+                assert isinstance(decode_result(done), Done)
+            for disk in quorum.world.disks.values():
+                disk.full, disk.sync_s = False, 0.001
             await asyncio.sleep(0.5)
 
     on_quorum(test)

@@ -11,7 +11,8 @@ disk. The leader keeps the deadlines in memory, on its own boot-time clock:
 - A lease that `due` has returned is not renewed any more, since its end is on the way. `due` may be
   called only when every renewal that has arrived has been handed in.
 - After a pause of the process, renewals may be waiting that were not handed in. A lease that would
-  be due then is kept once more, for as long as the pause, up to its ttl.
+  be due then is kept once more, for as long as the pause, up to its ttl. A pause is a long time
+  without a call of `look` or `due` although a lease is due.
 
 A new leader takes in the leases in slices, so that a million of them do not block it. Leases that
 are taken in later get more time, not less. Pure: every instant is an argument.
@@ -29,6 +30,8 @@ SLICE = 4096
 """Leases that are taken in at a time."""
 AT_ONCE = 256
 """Leases that one command ends."""
+EXAMINED = 512
+"""Leases that one call of `due` examines: most of them may have been renewed."""
 OVERSLEPT_S = 0.25
 
 
@@ -56,7 +59,10 @@ class LeaseClock:
         self._spared: set[int] = set()
         """Leases that were kept once more after a pause, and not renewed since."""
         self._looked_at = -inf
+        self._woke_at = -inf
+        """The end of the latest pause of the process."""
         self._slept_s = 0.0
+        """How long that pause was."""
 
     @property
     def next_deadline(self) -> float:
@@ -100,26 +106,34 @@ class LeaseClock:
         """Whether a renewal counts, now that a majority has confirmed the leader."""
         return lease not in self.ending and self._keyspace.lease(lease) is not None
 
+    def look(self, now: float) -> None:
+        """Notice whether the process has paused. To be called at short intervals while leases are
+        due and `due` is not called."""
+        slept_s = now - max(self.next_deadline, self._looked_at)
+        if slept_s > OVERSLEPT_S:
+            self._slept_s, self._woke_at = slept_s, now
+        self._looked_at = now
+
     def due(self, now: float) -> tuple[int, ...]:
-        """Leases whose time is over, at most `AT_ONCE`: call it with the same instant until
-        there are none. They are not renewed again."""
+        """Leases whose time is over, at most `AT_ONCE`: call it until `next_deadline` is later.
+        They are not renewed again."""
+        self.look(now)
         heap = self._heap
         found: list[int] = []
-        if now != self._looked_at:
-            self._slept_s = now - max(self.next_deadline, self._looked_at)
-        slept_s, self._looked_at = self._slept_s, now
-        while heap and heap[0][0] <= now and len(found) < AT_ONCE:
+        for _ in range(EXAMINED):
+            if not heap or heap[0][0] > now or len(found) == AT_ONCE:
+                break
             lease = heap[0][1]
             ttl_s = self._keyspace.lease(lease)
             if ttl_s is None:
                 heappop(heap)
                 self._forget(lease)
-            elif self._until[lease] > now:
-                heapreplace(heap, (self._until[lease], lease))
-            elif slept_s > OVERSLEPT_S and lease not in self._spared:
+                continue
+            if self._until[lease] <= self._woke_at and lease not in self._spared:
                 self._spared.add(lease)
-                self._until[lease] = until = now + min(slept_s, ttl_s)
-                heapreplace(heap, (until, lease))
+                self._until[lease] = self._woke_at + min(self._slept_s, ttl_s)
+            if self._until[lease] > now:
+                heapreplace(heap, (self._until[lease], lease))
             else:
                 heappop(heap)
                 self.ending[lease] = None
@@ -142,6 +156,7 @@ class LeaseClock:
         self._until = {
             lease: until for lease, until in self._until.items() if alive(lease) is not None
         }
+        self._spared &= self._until.keys()
         self._heap = [
             (until, lease) for lease, until in self._until.items() if lease not in self.ending
         ]

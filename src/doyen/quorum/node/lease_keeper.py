@@ -61,6 +61,9 @@ TIMER_S: Final = 1e-3
 """The shortest wait for the end of a lease."""
 RETRY_S: Final = 0.01
 """Pause before a command is proposed again."""
+LOOK_S: Final = 0.05
+"""While leases that are over wait for the ends of others, the interval at which the leader looks
+whether it was paused."""
 CHECK_S: Final = 1.0
 """How often a leader checks whether all members support a newer version."""
 LOOKS: Final = 8
@@ -248,6 +251,8 @@ class KeyspaceLeases:
         """Wait for the next deadline. A timer that is set for an earlier one stays: if every grant
         set it anew, no lease would end while there are many."""
         at = inf if self._clock is None else self._clock.next_deadline
+        if self._ends >= ENDS:
+            at = max(at, self._now() + LOOK_S)
         if at < self._timer_at:
             self._cancel_timer()
             wait_s = max(at - self._now(), TIMER_S)
@@ -273,11 +278,11 @@ class KeyspaceLeases:
         if clock is None:
             return
         now = self._now()
+        clock.look(now)
         while self._ends < ENDS and (leases := clock.due(now)):
             self._ends += 1
             self._end(clock, leases)
-        if self._ends < ENDS:
-            self._set_timer()
+        self._set_timer()
 
     def _end(self, clock: LeaseClock, leases: tuple[int, ...]) -> None:
         if self._clock is clock:

@@ -126,6 +126,8 @@ class _Proposal(Struct, eq=False):
     """How often it was proposed, not counting attempts that certainly had no effect."""
     internal: bool = False
     """A command of the node itself."""
+    spared: bool = False
+    """Accepted although writes are refused."""
 
 
 class Batch(Struct, eq=False):
@@ -139,6 +141,8 @@ class Batch(Struct, eq=False):
     """How to respond to each peer that sent a part, and how many commands are in that part."""
     generation: int = 0
     appended_at: float = 0.0
+    spared: bool = False
+    """A batch of a peer that is accepted although writes are refused."""
 
     @classmethod
     def forwarded(cls, commands: list[Command], respond: Respond) -> Batch:
@@ -552,13 +556,15 @@ class Proposals:
             self._fail(proposal, reason)
 
     def refuse_waiting(self, reason: str, unless: Callable[[list[Command]], bool]) -> None:
-        """Refuse the waiting commands of clients, except some."""
+        """Refuse the waiting commands of clients, except some. `unless` is called once for each of
+        them, however often this is."""
         queued = [*self.queue]
         self.queue.clear()
         for proposal in queued:
             if proposal not in self._live:
                 continue
-            if unless([self._command(proposal)]):
+            if proposal.spared or unless([self._command(proposal)]):
+                proposal.spared = True
                 self.queue.append(proposal)
             else:
                 self._fail(proposal, reason)
@@ -681,12 +687,14 @@ class ForwardedBatches:
         return batch
 
     def take_out(self, unless: Callable[[list[Command]], bool]) -> list[Batch]:
-        """Remove and return all batches, except some."""
+        """Remove and return all batches, except some. `unless` is called once for each of them,
+        however often this is."""
         batches, out = [*self.queue], []
         self.queue.clear()
         self._bytes = 0
         for data, batch in batches:
-            if unless(batch.commands):
+            if batch.spared or unless(batch.commands):
+                batch.spared = True
                 self.add(data, batch)
             else:
                 out.append(batch)
