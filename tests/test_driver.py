@@ -23,6 +23,7 @@ from doyen.errors import (
 )
 from doyen.quorum.consensus.core import Accepted, Membership, Message, Propose, Received, Role
 from doyen.quorum.node.admin import AdminRequest
+from doyen.quorum.node.applier import SLICE_S
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.proposals import Batch, ProposalLimits, decode_results, encode_results
 from doyen.quorum.node.replicated import USER, Command, Failure, ReplicatedMachines
@@ -501,6 +502,35 @@ async def test_writes_are_refused_while_no_majority_has_room(world: World) -> No
     world.disks[full[0]].full = False
     await asyncio.sleep(0.5)
     assert await leader.propose(USER, b"c") == 3
+
+
+@with_world
+async def test_a_backlog_of_slow_commands_does_not_hold_up_a_node(world: World) -> None:
+    """A node that was cut off applies what it has missed in many turns of its loop."""
+    (leader,) = world.leaders()
+    node = follower_of(world)
+    clock, apply_slice = world.clock, node.applier._apply_slice
+    took: list[float] = []
+
+    def timed() -> None:
+        began = clock.now()
+        apply_slice()
+        took.append(clock.now() - began)
+
+    def slow(command: bytes) -> int:
+        clock.advance(0.004)
+        return done(command)
+
+    world.cut(node.id)
+    for n in range(100):
+        await leader.propose(USER, b"%d" % n)
+    done = world.tallies[node.id].apply
+    node.machine._applies[USER] = slow
+    node.applier._apply_slice = timed  # type: ignore[method-assign]
+    world.heal()
+    await world.until(lambda: len(world.tallies[node.id].done) == 100)
+    assert sum(took) > 0.4
+    assert max(took) < SLICE_S + 0.005
 
 
 @with_world(limits=ProposalLimits(journal_bytes=10000))

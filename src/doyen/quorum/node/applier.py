@@ -37,6 +37,9 @@ from doyen.quorum.node.replicated import Command, ReplicatedMachines, decode_bat
 
 log = logging.getLogger("doyen.quorum.node")
 
+SLICE_S = 0.01
+"""How long a slice of the backlog may take, to the end of an entry. The end of many leases, or a
+command of an application's machine, takes much longer than an ordinary write."""
 RETRY_S = 2.0
 """Pause before the next attempt to write a snapshot that could not be written."""
 
@@ -130,6 +133,8 @@ class Applier:
         """Apply what is queued: a slice now, the rest in the next turns of the loop."""
         self._scheduled = False
         queue, budget = self._queue, self._limits.apply_commands
+        now = self._pump.now
+        until = now() + SLICE_S
         try:
             while queue and budget > 0:
                 item = queue.popleft()
@@ -138,6 +143,8 @@ class Applier:
                     self._pump.start_task(self._restore_installed())
                     return
                 budget -= self._apply(item)
+                if now() > until:
+                    break
             self._moved_on()
         except Exception as error:  # noqa: BLE001 - a defect: the machine's state is unknown
             self._pump.fail(error)
