@@ -36,8 +36,12 @@ PAUSES = 100
 """How long to wait until a new leader is known, in pauses of the pump."""
 
 RETRIES = 10
-"""How often a refused change is tried: a newly elected leader refuses changes until its first entry
-is committed and it has heard from the voters."""
+"""How often a refused change is tried: a newly elected leader refuses changes until it has heard
+from the voters."""
+
+SETTLING = 250
+"""How long to wait, in pauses of the pump, until the last change and the first entry of a newly
+elected leader are committed: it refuses changes until then, and disks may be slow."""
 
 UNKNOWN_RETRIES = 10
 """How often a request whose outcome is unknown is repeated."""
@@ -225,6 +229,7 @@ class Administration:
             with suppress(OrderFailed):
                 await self._transfer("")
         newest = await self._newest_of_added(request)
+        await self._settle()
         reason: str | None = ""
         for _ in range(RETRIES):
             if core.role is not Role.LEADING:
@@ -251,6 +256,14 @@ class Administration:
                 return False
             await self._pump.pause()
         raise OrderFailed(reason or "")
+
+    async def _settle(self) -> None:
+        core, applier = self._pump.core, self._applier
+        for _ in range(SETTLING):
+            settled = applier.generation == core.generation
+            if core.role is not Role.LEADING or (settled and applier.membership == core.membership):
+                return
+            await self._pump.pause()
 
     async def _newest_of_added(self, request: AdminRequest) -> int | None:
         """The newest version of the state that a node which is to be added supports, if it answers.
