@@ -144,7 +144,8 @@ def test_one_look_at_renewed_or_spared_leases_has_a_bound(monkeypatch: pytest.Mo
         _, clock, leases = granted(*[2.0] * 45)
         for lease in leases[::3]:
             clock.renew(lease, 1.0)
-        now, ended, calls = 2.0 + pause_s, [], 0
+        now, calls = 2.0 + pause_s, 0
+        ended: list[int] = []
         while len(ended) < len(leases):
             moved = len(clock._heap) - sum(at > now for at, _ in clock._heap)
             ended += clock.due(now)
