@@ -4,19 +4,24 @@ else."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 import doyen
-from doyen.errors import StoreUnusable
+from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events import Event, LeaseEnded
 from doyen.stores.sqlite import SQLiteStore
-from doyen.stores.sqlite.connection import LocalConnection
+from doyen.stores.sqlite.connection import LocalConnection, user
 from doyen.stores.sqlite.database import DatabaseThread, _threads
+from doyen.stores.sqlite.inbox import Inbox
+from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 from test_sqlite import opened, until
 from test_sqlite_batches import taken
 
@@ -167,6 +172,165 @@ async def test_a_handle_opens_what_is_at_the_path_now(tmp_path: Path) -> None:
     assert found is not None
     assert found.value == b"after"
     await after.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the system does not list locks")
+async def test_after_only_the_database_was_removed_its_old_handles_do_not_disturb_new_ones(
+    tmp_path: Path,
+) -> None:
+    """The -shm file stays. If the old connection were open beside the new one, SQLite would empty
+    that file under it, and the locks of the new one would go when the old one is closed."""
+    path = tmp_path / "x.db"
+    before = await opened(path)
+    lease = await before.grant(TTL_S)
+    assert (await before.create("k", b"", lease)).won
+    path.unlink()
+    after = await opened(path)
+    assert await after.put("k", b"after", if_version=None)
+    for _ in range(2):
+        with pytest.raises(StoreUnusable, match="replaced while in use"):
+            await before.get("k")
+        with pytest.raises(LeaseGone, match="replaced while"):
+            await before.renew(lease)
+    await before.close()
+    assert user(str(path)) == os.getpid()
+    found = await after.get("k")
+    assert found is not None
+    assert found.value == b"after"
+    await after.close()
+
+
+_HOLD = """
+import asyncio, sys
+from doyen.lease.clock import SystemClock
+from doyen.stores.port import Context, open_store
+
+async def main():
+    store = await open_store(sys.argv[1], Context(SystemClock(), lambda event: None))
+    await store.put("k", b"", if_version=None)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the system does not list locks")
+async def test_no_new_database_is_made_beside_the_log_of_one_that_others_use(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.db"
+    holding = [sys.executable, "-c", _HOLD, f"sqlite://{path}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(holding, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        path.unlink()
+        for _ in range(2):
+            with pytest.raises(StoreUnusable, match=f"process {process.pid} still uses .*-shm"):
+                await opened(path)
+        assert not path.exists()
+        process.communicate()
+    store = await opened(path)
+    assert await store.get("k") is None
+    await store.close()
+
+
+async def test_the_inbox_of_one_that_gave_up_opening_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await opened(tmp_path / "x.db")
+    made, go_on, inboxes = threading.Event(), threading.Event(), list[Inbox]()
+    make = Inbox.make
+
+    def slow(self: Inbox) -> None:
+        inboxes.append(self)
+        made.set()
+        assert go_on.wait(10)
+        make(self)
+
+    monkeypatch.setattr(Inbox, "make", slow)
+    impatient = asyncio.ensure_future(opened(tmp_path / "x.db"))
+    await asyncio.to_thread(made.wait, 10)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    go_on.set()
+    assert await store.get("k") is None  # after the admission
+    assert os.listdir(tmp_path / "x.db.sessions") == [f"{store._inbox.name}.inbox"]
+    assert inboxes[0].fd == -1
+    await store.close()
+
+
+async def test_without_a_thread_all_that_open_fail_and_a_later_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name != "doyen-sqlite":
+            start(self)
+            return
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "x.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        outcomes = await asyncio.gather(*(opened(path) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
+    assert "limit of threads" in str(outcomes[0])
+    store = await opened(path)
+    await store.close()
+
+
+async def test_a_record_that_was_created_is_told_though_a_lease_cannot_be_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the candidate would take the failure of a look for that of its write."""
+    first, second = [await opened(tmp_path / "x.db") for _ in range(2)]
+    leases = [await handle.grant(TTL_S) for handle in (first, second)]
+    await first.enqueue("line", b"", leases[0])
+    ticket = await second.enqueue("line", b"", leases[1])
+    judge = LocalLeases.judge
+
+    def exhausted(self: LocalLeases, lease: str) -> LeaseFileVerdict:
+        if lease == leases[0].id:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return judge(self, lease)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLeases, "judge", exhausted)
+        looked = await second.create_and_look("record", b"", leases[1], ticket, "other")
+    assert looked.creation.won
+    assert isinstance(looked.failure, StoreUnavailable)
+    found = await first.get("record")
+    assert found is not None
+    assert found.revision == looked.creation.entry.revision
+    for handle in (first, second):
+        await handle.close()
+
+
+async def test_the_row_of_a_closed_watch_goes_even_if_a_transaction_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await opened(tmp_path / "x.db")
+    watch = await store.watch("k", lambda: None)
+    watch.close()
+
+    def failing(self: LocalConnection) -> None:
+        raise OutcomeUnknown("the disk failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalConnection, "commit", failing)
+        with pytest.raises(OutcomeUnknown):
+            await store.put("k", b"", if_version=None)
+    for key in ("k", "another"):
+        assert await store.put(key, b"", if_version=None)
+    looking = sqlite3.connect(tmp_path / "x.db")
+    assert looking.execute("SELECT count(*) FROM watches").fetchone() == (0,)
+    looking.close()
+    await store.close()
 
 
 async def test_a_handle_whose_inbox_was_removed_does_not_fail_the_others(tmp_path: Path) -> None:

@@ -42,13 +42,15 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
 _LONGEST_LOG = 10_000
 """At how many pages SQLite copies the log to the database within a commit. It happens only if the
 handle has not done so before."""
-_WRITE_LOCK = 120
-"""The byte of the -shm file that SQLite locks to write (walformat, "WAL locks")."""
+_WRITE_LOCK, _USE_LOCK = 120, 128
+"""The bytes of the -shm file that SQLite locks to write, and for as long as it uses the file
+(walformat, "WAL locks")."""
 
 _unsynced: set[FileId] = set()
 """Files of which this process could not force a write to disk. The kernel reports that once, and
 may have dropped the data: a later write that succeeds does not show that what precedes it is on
 disk."""
+_NO_FILE: FileId = (-1, -1)
 _UNSYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 
@@ -106,6 +108,14 @@ class LocalConnection:
         """Whether a file was opened, now or earlier."""
         return self._file is not None
 
+    def retire(self) -> bool:
+        """If another file, or none, is at the path, do not open it again: the kernel may give the
+        number of the earlier file to a new one."""
+        if self.opened and not self.in_place():
+            self._file = _NO_FILE
+            return True
+        return False
+
     def in_place(self) -> bool:
         """Whether the open file is still the one at the path."""
         try:
@@ -115,6 +125,7 @@ class LocalConnection:
 
     def open(self) -> None:
         """Open or create the database, in WAL mode."""
+        _refuse_removed(self.path)
         self._connect("rwc")
         new = self._is_new()
         mode = self._patiently("PRAGMA journal_mode = WAL")
@@ -410,16 +421,44 @@ def _who_writes(path: str, waited_s: float) -> str:
 
 def writer(path: str) -> int | None:
     """The process that holds SQLite's write lock, according to /proc/locks."""
+    return _locked_by(path, _WRITE_LOCK, "WRITE")
+
+
+def user(path: str) -> int | None:
+    """A process in which SQLite uses the -shm file, according to /proc/locks."""
+    return _locked_by(path, _USE_LOCK, "READ")
+
+
+def _locked_by(path: str, byte: int, kind: Literal["READ", "WRITE"]) -> int | None:
     try:
         inode = str(os.stat(path + "-shm").st_ino)
         with open("/proc/locks", encoding="ascii") as table:
             for line in table:
                 fields = line.split()
-                if len(fields) != 8 or fields[3] != "WRITE" or fields[5].split(":")[2] != inode:
+                if len(fields) != 8 or fields[3] != kind or fields[5].split(":")[2] != inode:
                     continue
                 last = float("inf") if fields[7] == "EOF" else int(fields[7])
-                if int(fields[6]) <= _WRITE_LOCK <= last and int(fields[4]) > 0:
+                if int(fields[6]) <= byte <= last and int(fields[4]) > 0:
                     return int(fields[4])
     except OSError:
         pass
     return None
+
+
+def _refuse_removed(path: str) -> None:
+    """Raise if the database was removed and its companion files were not, while a process uses
+    them: SQLite would take the index of its log for that of the new database."""
+    pid = user(path)
+    # SQLite makes the companion files when the database is no longer empty.
+    if pid is not None and pid != os.getpid() and not _size(path):
+        raise StoreUnusable(
+            f"{path} was removed, and process {pid} still uses {path}-wal and {path}-shm: stop all"
+            " processes that use the store, remove these files too, and start again with"
+            " token_floor above the highest token ever issued"
+        )
+
+
+def _size(path: str) -> int:
+    with suppress(FileNotFoundError):
+        return os.stat(path).st_size
+    return 0

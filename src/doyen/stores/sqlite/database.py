@@ -32,6 +32,7 @@ from doyen.stores.sqlite.connection import (
     LocalConnection,
     ends_transaction,
 )
+from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory
@@ -186,7 +187,14 @@ class DatabaseThread:
         starts = self._opened is None
         if self._opened is None:
             self._opened = self._loop.create_future()
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._failure = StoreUnavailable(
+                    f"no thread can be started for {self.connection.path} ({error}): raise the"
+                    " limit of threads (ulimit -u, or the limit of the container)"
+                )
+                self._opened.set_result(None)
         if not self._opened.done():
             await asyncio.wait({self._opened})
         if self._failure is not None:
@@ -238,6 +246,7 @@ class DatabaseThread:
     def _serve(self) -> None:
         """The database thread."""
         try:
+            connections().close_replaced()
             with self.connection.inside():
                 self.connection.open()
         except BaseException as error:  # noqa: BLE001 (raised by admit)
@@ -313,6 +322,9 @@ class DatabaseThread:
     def _answer(self, batch: list[_Operation], committed: Transaction | None) -> None:
         for operation in batch:
             _settle(operation.answer, operation.result, operation.error)
+            if isinstance(operation, _Admission) and operation.handle.left:
+                operation.handle.inbox.close()
+                operation.handle.inbox.remove()
         if committed is not None:
             for changes in committed.changes.values():
                 changes.handle.deliver(changes)
@@ -448,8 +460,7 @@ class DatabaseThread:
                 tables = self._transaction(writable=True)
                 tables.begin_at_ceiling()
                 tables.finish({})
-            if not handle.left:
-                handle.inbox.make()
+            handle.inbox.make()  # `_answer` removes it if the handle was closed meanwhile
             self.connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 (raised by admit)
             self.connection.roll_back()

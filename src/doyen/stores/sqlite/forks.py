@@ -41,6 +41,9 @@ class OpenDatabase(Protocol):
     def file(self) -> FileId | None:
         """The file of the connection; None if it does not exist."""
 
+    def retire(self) -> bool:
+        """If another file, or none, is at the path of the connection, do not open it again."""
+
 
 class Connections:
     """The databases of this process that may have a connection, and those inside SQLite now."""
@@ -97,6 +100,17 @@ class Connections:
         with self._changed:
             self._forks -= 1
             self._changed.notify_all()
+
+    def close_replaced(self) -> None:
+        """Close the connections to files that were removed or replaced, before one is opened to
+        what is at the path now. The -shm file may still be the same: then SQLite would empty it
+        while it is mapped, and closing the earlier connection would drop the locks of the new one.
+        """
+        with self._changed:
+            replaced = [database for database in self._open if database.retire()]
+        if replaced:
+            self.before_fork()
+            self.after_fork()
 
     def in_child(self) -> Connections:
         """Those of a child: none. It has no thread but the one that forked, and another may have

@@ -37,6 +37,7 @@ from doyen.model import Entry, Version
 from doyen.stores.port import Creation, Looked
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
+from doyen.stores.sqlite.location import translate_os
 
 __all__ = [
     "APPLICATION_ID",
@@ -215,9 +216,11 @@ class Transaction:
         creation = self.create(key, value, lease)
         try:
             ahead = None if ticket is None else self.ahead(ticket)
+            return Looked(creation, ahead, self.get(other))
         except TicketGone as error:
             return Looked(creation, failure=error)
-        return Looked(creation, ahead, self.get(other))
+        except OSError as error:  # a lease could not be judged; the record stands all the same
+            return Looked(creation, failure=translate_os(error, key))
 
     def enqueue(self, line: str, value: bytes, lease: str, rank: int) -> Entry:
         if not -_RANKS < rank < _RANKS:

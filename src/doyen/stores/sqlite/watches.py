@@ -124,6 +124,9 @@ class LocalWatches:
             if scope is not None:
                 scope.registered = True
                 self._monitor_owners(scope, owners)
+        # A tag that is not known is of a watch that was closed. The transaction that was to delete
+        # its row has failed.
+        self._database.stale.extend(committed.touched.keys() - self._by_tag.keys())
         self._notify(committed.touched)
 
     def _notify(self, tags: Iterable[int]) -> None:
