@@ -14,7 +14,7 @@ from doyen.manage.shards.owner import ShardOwner
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import ShardTerm
 from doyen.manage.shards.steps import next_plan
-from doyen.testing.faults import Faults, Late
+from doyen.testing.faults import Faults, Late, Odds
 from support import Place, now, until, virtual
 from test_shards import Jobs
 
@@ -82,6 +82,34 @@ async def test_no_plan_is_computed_while_moves_are_under_way_and_nothing_else_is
         await until(lambda: "c" in jobs.plan().members)
         assert now() - asked < controller.LINGER_S
     await jobs.settled(12)
+
+
+@virtual
+async def test_no_plan_is_written_while_the_last_new_owner_begins(place: Place) -> None:
+    """Before its body begins it reads the plan, and all members would read a new one then."""
+    jobs = Jobs(place)
+    session = await jobs.create(60, moves_at_once=3)
+    began_at, quiet_s = [0.0], list[float]()
+
+    async def body(term: ShardTerm) -> None:
+        began_at.append(now())
+        await jobs.forever(term)
+
+    def noted(spec: Any, plan: ShardPlan, *observed: Any) -> Any:
+        if plan.moves:
+            quiet_s.append(now() - began_at[-1])
+        return next_plan(spec, plan, *observed)
+
+    jobs.body = body
+    for n, name in enumerate(("a", "b")):
+        await jobs.join(name, Faults(seed=n, odds=Odds(late=1.0, delay_s=0.02)))
+    await jobs.settled(60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "next_plan", noted)
+        await session.shards("jobs").drain("a")
+    assert len(quiet_s) >= 3
+    assert min(quiet_s) >= controller.QUIET_S / 2  # the record stands before the body begins
+    await jobs.settled(60)
 
 
 @virtual

@@ -56,8 +56,12 @@ ASIDE_FROM = 500
 """From this number of shards on, plans are computed on another thread."""
 TICK_S = 1.0
 """How often to look at moves and members that are waited for if nothing changes."""
-LINGER_S = 0.5
-"""How long after a plan the next one may wait for more moves to be complete."""
+LINGER_S, LONGEST_LINGER_S = 0.5, 5.0
+"""How long after a plan, or after a record has changed, the next plan may wait for more moves to be
+complete; and how long after a plan at most."""
+QUIET_S = 0.05
+"""Nor is a plan written this soon after a record was created: its owner reads the plan before it
+begins, and would have to wait until all members have read the new one."""
 LOOKS = 4
 """How many times in `settle_s` to see whether they are."""
 CHECK_AFTER_TTLS = 10
@@ -293,9 +297,13 @@ class Controller:
         now = core.runtime.clock.now()
         # What members say about moves is in the records too, once these are complete.
         said = {name: each._replace(prepared=frozenset()) for name, each in members.items()}
-        if not checking and self._may_linger(asked.version, said, records, now):
-            await self._wakeup.sleep(asyncio.get_running_loop().time() + spec.settle_s)
-            return spec.settle_s / LOOKS
+        if not checking and (asked.version, said) == (known.spec, self._said):
+            loop_now = asyncio.get_running_loop().time()
+            if self._is_moving(spec, records, loop_now):
+                await self._wakeup.sleep(loop_now + spec.settle_s)
+                return spec.settle_s / LOOKS
+            if known.moves and (quiet_s := self._quiet_in_s(loop_now)) > 0:
+                return quiet_s
         compute = partial(next_plan, spec, known, members, records, now - self._stepped_at)
         if spec.count < ASIDE_FROM:
             plan = compute()
@@ -309,7 +317,7 @@ class Controller:
         self._current = plan
         if changed or self._known is None:
             await self._write(self._known)
-            self._written_at = now
+            self._written_at = asyncio.get_running_loop().time()
         if changed and not plan.open:
             return spec.settle_s  # perhaps no record stands already
         waits = self._depends_on_records() or bool(plan.grace)
@@ -322,21 +330,20 @@ class Controller:
             self._current = replace(self._current, note=note)
             await self._write(self._known)
 
-    def _may_linger(
-        self,
-        spec: int,
-        said: Mapping[str, SeenMember],
-        records: Mapping[int, str],
-        now: float,
-    ) -> bool:
-        """Whether the step can wait until all moves are complete, because every member reads each
-        plan: some of them are not, nothing else is new, and the last plan is recent."""
-        plan = self._current
+    def _is_moving(self, spec: ShardSpec, records: Mapping[int, str], now: float) -> bool:
+        """Whether moves are under way, so that the step can wait until all of them are complete:
+        every member reads each plan."""
+        longest_s = min(LONGEST_LINGER_S, max(LINGER_S, min(spec.prepare_s, spec.ending_s)))
         return (
-            any(records.get(shard) != move.to for shard, move in plan.moves.items())
-            and now < self._written_at + LINGER_S
-            and (spec, said) == (plan.spec, self._said)
+            any(records.get(shard) != move.to for shard, move in self._current.moves.items())
+            and now < max(self._written_at, self._records_at) + LINGER_S
+            and now < self._written_at + longest_s
         )
+
+    def _quiet_in_s(self, now: float) -> float:
+        """How long to wait until the owner of the record that was created last has begun. Records
+        that change all the time are not waited for."""
+        return min(self._records_at + QUIET_S, self._written_at + LONGEST_LINGER_S) - now
 
     def _depends_on_records(self) -> bool:
         return bool(self._current.moves) or not self._current.open
