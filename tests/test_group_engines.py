@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import aclosing
 
 import pytest
 
 import doyen
 from doyen.lease.clock import SystemClock
+from doyen.manage import roster
 from doyen.manage.members import MemberValue
-from doyen.model import member_key
+from doyen.model import Entry, member_key
 from doyen.stores.port import Context, open_store
 from fixtures import store_url
 from support import known
@@ -84,6 +86,47 @@ async def test_a_member_that_is_silent_is_suspected(telling: str) -> None:
                         break
         await store.close()
     assert kinds == ["joined", "suspected", "gone"]
+
+
+async def test_a_burst_in_a_group_of_a_thousand_costs_an_observer_one_list(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in requests. The time without a change that ends a burst is long here, so that a
+    machine with other work does not make two bursts of one."""
+    monkeypatch.setattr(roster, "SETTLE_S", 0.4)
+    store = await open_store(url, Context(SystemClock(), lambda event: None))
+    lease = await store.grant(60.0)
+
+    async def join(*numbers: int) -> None:
+        for number in numbers:
+            value = MemberValue(f"m{number}", "a-1", "a", "test", 60.0, 0.0, "up", "", {})
+            await store.create(member_key("many", value.name), value.encode(), lease)
+
+    async with asyncio.timeout(WITHIN_S), doyen.connect(url, ttl_s=60.0) as session:
+        await asyncio.gather(*(join(*range(first, 1000, 50)) for first in range(50)))
+        lists, list_ = 0, session._opened.store.list
+
+        def counted(prefix: str) -> Awaitable[list[Entry]]:
+            nonlocal lists
+            lists += 1
+            return list_(prefix)
+
+        monkeypatch.setattr(session._opened.store, "list", counted)
+        async with aclosing(session.observe_members("many", suspect=False)) as changes:
+            for _ in range(1000):
+                assert known(await anext(changes)).kind == "joined"
+            assert lists == 1
+            await asyncio.gather(*(join(number) for number in range(1000, 1050)))
+            for _ in range(50):
+                assert known(await anext(changes)).kind == "joined"
+            assert lists == 2
+            gone = [member_key("many", f"m{number}") for number in range(50)]
+            await asyncio.gather(*map(store.delete, gone))
+            for _ in range(50):
+                assert known(await anext(changes)).kind == "gone"
+            assert lists == 3
+    await store.revoke(lease)
+    await store.close()
 
 
 async def test_what_a_leader_publishes_reaches_observers_in_the_same_term(url: str) -> None:
