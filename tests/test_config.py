@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +38,7 @@ from doyen import (
     StoreUnavailable,
 )
 from doyen.model import Entry, Reachable, config_key
-from doyen.stores.port import Store
+from doyen.stores.port import Store, Watch
 from doyen.testing.faults import (
     Fault,
     Faults,
@@ -666,3 +667,63 @@ def test_the_blocking_api_does_the_same() -> None:
         changes.close()
         with pytest.raises(Conflict):
             config.set(Limits(9), if_version=1)
+
+
+class Carrying(FaultyStore):
+    """Notifications carry the entry: what `carries` returns."""
+
+    carries: Callable[[], Entry | None]
+
+    def carried(self, watch: Watch) -> Entry | None:
+        return self.carries()
+
+
+@virtual
+async def test_a_document_that_a_notification_carries_is_not_read_again(place: Place) -> None:
+    faults = Faults()
+
+    def wrap(store: Store) -> Store:
+        carrying = Carrying(store, faults)
+        carrying.carries = lambda: place.server.get(CURRENT)
+        return carrying
+
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    follower = Follower((await place.open(wrap=wrap)).config("limits"))
+    await until(lambda: follower.versions == [1])
+    faults.trace.clear()
+    await config.set(2)
+    await until(lambda: follower.versions == [1, 2])
+    assert faults.trace == []
+    for value in (3, 4):  # before the follower gets to it: the version between is in the history
+        await config.set(value)
+    await until(lambda: follower.versions == [1, 2, 3, 4])
+    assert not [call for call in faults.trace if CURRENT in call]
+
+
+@virtual
+async def test_what_a_notification_carries_late_takes_nothing_back(place: Place) -> None:
+    """It may be earlier than what was read meanwhile, or something that is not a configuration."""
+    late: list[Entry] = []
+
+    def wrap(store: Store) -> Store:
+        carrying = Carrying(store, Faults())
+        carrying.carries = lambda: late[-1] if late else None
+        return carrying
+
+    config = (await place.open()).config("limits")
+    await config.set(1)
+    first = current_of(place)
+    follower = Follower((await place.open(wrap=wrap)).config("limits"))
+    await config.set(2)
+    await until(lambda: follower.versions[-1:] == [2])
+    for carried in (first, first._replace(value=b"{"), first._replace(value=b"[]")):
+        late.append(carried)
+        await config.set(0)
+        await until(lambda: follower.versions[-1] == current_version(place))
+    assert all(isinstance(version, int) for version in follower.versions)
+    assert follower.versions == sorted(follower.versions)
+
+
+def current_version(place: Place) -> int:
+    return int(json.loads(current_of(place).value)["version"])

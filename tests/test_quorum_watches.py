@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from doyen.lease.clock import SystemClock
@@ -17,11 +18,14 @@ from doyen.quorum.keyspace.commands import Put, decode_result, encode
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.driver import Status
 from doyen.quorum.node.service import Service
+from doyen.quorum.node.watches import CARRIED
 from doyen.quorum.protocol.connection import End
 from doyen.quorum.protocol.frames import CloseReason
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.requests import (
     REQUEST,
+    Request,
+    Response,
     WatchConfirmed,
     WatchNotification,
     WatchRequest,
@@ -29,7 +33,7 @@ from doyen.quorum.protocol.requests import (
     decode_request,
 )
 from doyen.quorum.protocol.security import Security
-from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.connection import QuorumConnection, QuorumWatch
 from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 from doyen.testing.virtual import run_virtual
 from mutants_nodes import one_position
@@ -70,6 +74,7 @@ class ServerSide:
     """The node's end of a connection; what it sends waits in `out`."""
 
     role, granted, ending, closed = "client", "client", False, False
+    congested = False
 
     def __init__(self) -> None:
         self.out: list[Frame] = []
@@ -160,10 +165,10 @@ class Client:
         await asyncio.gather(*asked)
 
 
-def put(keyspace: Keyspace, key: str) -> None:
+def put(keyspace: Keyspace, key: str, value: bytes = b"") -> None:
     standing = keyspace.get(key)
     version = standing.version if standing else 0
-    decode_result(keyspace.apply(encode(Put(key, b"", version))))
+    decode_result(keyspace.apply(encode(Put(key, value, version))))
 
 
 @pytest.mark.parametrize("heard", range(5))
@@ -287,3 +292,89 @@ def test_a_watch_position_of_another_history_requires_a_new_read(
         assert node.received == [*expected, WatchConfirmed(-1, 1)]
 
     run_virtual(main)
+
+
+async def watched_entry(client: Client, node: Node, key: str) -> QuorumWatch:
+    client.dial(node)
+    asked = asyncio.ensure_future(client.connection.watch(key, lambda: None, entry=True))
+    await asyncio.sleep(0)
+    client.hear(node.server.out)
+    node.server.out.clear()
+    return await asked
+
+
+def test_a_notification_carries_the_entry_unless_it_is_large_or_the_client_slow() -> None:
+    async def main() -> None:
+        keyspace, client = Keyspace(), Client()
+        node = Node(keyspace)
+        watch = await watched_entry(client, node, "k")
+
+        def notified(value: bytes, key: str = "k") -> bytes | None:
+            put(keyspace, key, value)
+            node.driver.applied(1)
+            client.hear(node.server.out)
+            node.server.out.clear()
+            return None if watch.carried is None else watch.carried.value
+
+        assert notified(b"one") == b"one"
+        assert notified(b"two") == b"two"
+        assert notified(b"below", key="k/below") == b"two"
+        assert notified(b"x" * CARRIED) == b"x" * CARRIED
+        assert notified(b"x" * (CARRIED + 1)) is None, "not the one before either"
+        assert notified(b"three") == b"three"
+        node.server.congested = True
+        assert notified(b"four") is None
+
+    run_virtual(main)
+
+
+def test_a_node_that_is_behind_carries_nothing_that_is_older_than_the_watch_has_seen() -> None:
+    async def main() -> None:
+        ahead, behind, client = Keyspace(), Keyspace(), Client()
+        put(ahead, "k", b"first")
+        put(behind, "k", b"first")
+        first = Node(ahead)
+        watch = await watched_entry(client, first, "k")
+        for value in (b"second", b"third"):
+            put(ahead, "k", value)
+        first.driver.applied(1)
+        client.hear(first.server.out)
+        assert watch.carried is not None
+        assert watch.carried.value == b"third"
+        client.cut()
+        second = Node(behind)
+        client.dial(second)
+        put(behind, "k", b"second")
+        second.driver.applied(1)
+        client.hear(second.server.out)
+        assert watch.carried is None
+        put(behind, "k", b"third")
+        second.driver.applied(2)
+        client.hear(second.server.out)
+        assert watch.carried.value == b"third"
+
+    run_virtual(main)
+
+
+def test_earlier_releases_ignore_that_an_entry_is_wanted_and_that_one_is_carried() -> None:
+    class WatchThen(Request, frozen=True, tag=6):
+        id: int
+        scope: str
+        since: int
+        cluster: str = ""
+
+    class NotificationThen(Response, frozen=True, tag=5):
+        ids: list[int]
+        revision: int
+
+    asked = encode(WatchRequest(-1, "k", 3, "c", True))
+    assert msgspec.msgpack.decode(asked, type=WatchThen) == WatchThen(-1, "k", 3, "c")
+    keyspace = Keyspace()
+    put(keyspace, "k", b"v")
+    entry = keyspace.get("k")
+    assert entry is not None
+    told = encode(WatchNotification([-1], 7, {-1: entry}))
+    assert msgspec.msgpack.decode(told, type=NotificationThen) == NotificationThen([-1], 7)
+    then = encode(WatchThen(-1, "k", 3, "c"))
+    assert decode_request(then) == WatchRequest(-1, "k", 3, "c", False)
+    assert decode_answer(encode(NotificationThen([-1], 7))) == WatchNotification([-1], 7)

@@ -7,9 +7,10 @@ subscription. So nothing remains of a subscriber that has left or died, and no r
 carried out late can bring its entry back. After the loss of its lease a subscriber has another
 entry on another lease: the one before counts as gone.
 
-A writer that waits lists the entries once, after its write. Each of these must reach the version,
-refuse it, or go. Those that come later are not waited for: they begin with the new version. The
-writer watches the entry of each one, and never the key above them.
+A writer that waits lists the entries after its write. Each of these must reach the version, refuse
+it, or go. Those that come later are not waited for: they begin with the new version. The writer has
+one watch, on the key above them, and lists them again while they change, at most half of the time:
+a hundred acknowledgements that arrive together cost it a few lists.
 
 All subscribers read a new version at the same time. Each acknowledges it after as long again as its
 read took, so that those that are served last apply it before the store is busy with the
@@ -22,6 +23,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from doyen.election.core import SessionCore
@@ -47,8 +49,13 @@ log = logging.getLogger("doyen")
 WaitApplied = Literal["all", "majority"]
 REASON_CHARACTERS = 1000
 """How much is kept of the reason for which a document was refused."""
-LONGEST_PAUSE_S = 0.05
-"""How long an acknowledgement is held back at most."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+"""How long an acknowledgement is held back, and its writer waits for more of them before it reads
+them."""
+
+
+def _pause(took_s: float) -> float:
+    return min(max(took_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
 
 
 class Refusal(NamedTuple):
@@ -162,7 +169,7 @@ class Acknowledgement:
                 else:
                     self._written.set()
                     await self._changed.wait()
-                    await asyncio.sleep(min(self.read_took_s, LONGEST_PAUSE_S))
+                    await asyncio.sleep(_pause(self.read_took_s))
         finally:
             self._let_go()
 
@@ -212,75 +219,71 @@ class _Awaited:
 class _Waiting:
     """Waits until subscribers have applied a version."""
 
-    def __init__(self, core: SessionCore, current: Document, written: Versioned) -> None:
+    def __init__(
+        self, core: SessionCore, config: str, current: Document, written: Versioned
+    ) -> None:
         self._core = core
+        self._prefix = config_key(config, "applied")
         self._current = current
         self._written = written
-        self.subscribers: list[_Awaited] = []
-
-    async def list(self, prefix: str, until: float) -> None:
-        """Fix the set that is waited for."""
-        while True:
-            try:
-                entries = await self._core.call(self._core.store.list(prefix))
-                self.subscribers = [_Awaited(entry) for entry in entries]
-                for subscriber, entry in zip(self.subscribers, entries, strict=True):
-                    await self._judge(subscriber, entry)
-                return
-            except (OutcomeUnknown, StoreUnavailable):
-                if asyncio.get_running_loop().time() >= until:
-                    raise
-                await asyncio.sleep(self._core.calls.retry_pause())
-
-    def enough(self, how: WaitApplied) -> bool:
-        """Whether all, or most, of those that are left have applied the version."""
-        left = [each for each in self.subscribers if each.outcome != "gone"]
-        applied = sum(each.outcome == "applied" for each in left)
-        return applied == len(left) if how == "all" else not left or 2 * applied > len(left)
+        self._latest = written.version
+        """The highest version that is known to have been written."""
+        self._changed = asyncio.Event()
+        self._watch: Watch | None = None
+        self.subscribers: list[_Awaited] | None = None
+        """The set that is waited for, once it is fixed."""
 
     async def wait(self, how: WaitApplied, until: float) -> bool:
         """Wait until enough have applied it; False if that did not come about in time, or cannot
-        any more."""
+        any more. Raises what a store raises that did not answer before the set was fixed."""
         loop = asyncio.get_running_loop()
-        waiting = [each for each in self.subscribers if each.outcome == "waiting"]
-        tasks = [loop.create_task(self._follow(each)) for each in waiting]
-        try:
-            while not self.enough(how):
-                pending = [task for task in tasks if not task.done()]
-                left_s = until - loop.time()
-                if not pending or left_s <= 0:
-                    return False
-                done, _ = await asyncio.wait(
-                    pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()
-            return True
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, subscriber: _Awaited) -> None:
-        """Wait until a subscriber has applied the version, refused it, or gone."""
-        core, changed = self._core, asyncio.Event()
-        watch: Watch | None = None
         try:
             while True:
                 try:
-                    if watch is None:
-                        watch = await core.call(core.store.watch(subscriber.key, changed.set))
-                    changed.clear()
-                    await self._judge(subscriber, await core.call(core.store.get(subscriber.key)))
+                    pause_s = await self._look()
                 except (OutcomeUnknown, StoreUnavailable):
-                    await asyncio.sleep(core.calls.retry_pause())
-                    continue
-                if subscriber.outcome != "waiting":
-                    return
-                await changed.wait()
+                    if self.subscribers is None and loop.time() >= until:
+                        raise
+                    self._changed.set()
+                    pause_s = self._core.calls.retry_pause()
+                else:
+                    if self._enough(how):
+                        return True
+                    if not any(each.outcome == "waiting" for each in self.subscribers or ()):
+                        return False
+                if loop.time() >= until and self.subscribers is not None:
+                    return False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await self._changed.wait()
+                await asyncio.sleep(pause_s)
         finally:
-            if watch is not None:
-                watch.close()
+            if self._watch is not None:
+                self._watch.close()
+
+    async def _look(self) -> float:
+        """Read all acknowledgements. Returns how long that took: those that arrive in as long again
+        are read together."""
+        core, loop = self._core, asyncio.get_running_loop()
+        if self._watch is None:
+            watching = core.store.watch(self._prefix, self._changed.set)
+            self._watch = await core.call(watching)
+        self._changed.clear()
+        began = loop.time()
+        entries = await core.call(core.store.list(self._prefix))
+        if self.subscribers is None:
+            self.subscribers = [_Awaited(entry) for entry in entries]
+        found = {entry.key: entry for entry in entries}
+        for subscriber in self.subscribers:
+            if subscriber.outcome == "waiting":
+                await self._judge(subscriber, found.get(subscriber.key))
+        return _pause(loop.time() - began)
+
+    def _enough(self, how: WaitApplied) -> bool:
+        """Whether all, or most, of those that are left have applied the version."""
+        left = [each for each in self.subscribers or () if each.outcome != "gone"]
+        applied = sum(each.outcome == "applied" for each in left)
+        return applied == len(left) if how == "all" else not left or 2 * applied > len(left)
 
     async def _judge(self, subscriber: _Awaited, entry: Entry | None) -> None:
         if entry is None or entry.revision != subscriber.revision:
@@ -297,8 +300,10 @@ class _Waiting:
         not been written yet is one that the store has lost."""
         if version <= self._written.version:
             return version == self._written.version and identity == self._written.id
-        current = await self._current.read()
-        return current is not None and current.version >= version
+        if version > self._latest:
+            current = await self._current.read()
+            self._latest = self._latest if current is None else max(self._latest, current.version)
+        return version <= self._latest
 
 
 async def wait_until_applied(
@@ -310,10 +315,9 @@ async def wait_until_applied(
     wait_s: float,
 ) -> None:
     """Wait until the subscribers have applied the version. Raises `NotApplied` otherwise."""
-    waiting = _Waiting(core, current, written)
+    waiting = _Waiting(core, config, current, written)
     until = asyncio.get_running_loop().time() + wait_s
     try:
-        await waiting.list(config_key(config, "applied"), until)
         if await waiting.wait(how, until):
             return
     except (StoreError, BadDocument) as error:
@@ -321,7 +325,7 @@ async def wait_until_applied(
             f"version {written.version} of {config!r} was written, and whether its subscribers have"
             f" applied it is not known: {error}"
         ) from error
-    raise _not_applied(config, written, waiting.subscribers, wait_s)
+    raise _not_applied(config, written, waiting.subscribers or (), wait_s)
 
 
 def _not_applied(

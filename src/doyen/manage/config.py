@@ -421,7 +421,7 @@ class ConfigReader(Generic[T]):
                 return notices, at
             try:
                 if self._watch is None:
-                    watching = self._calls.store.watch(self.key, self._changed.set)
+                    watching = self._calls.store.watch_entry(self.key, self._changed.set)
                     self._watch = await self._calls.call(watching)
                     if self._closed:
                         self.close()
@@ -485,7 +485,7 @@ class ConfigReader(Generic[T]):
         self, at: ReaderPosition | None
     ) -> tuple[Sequence[Change[T]], ReaderPosition | None]:
         try:
-            current = await self._store.current()
+            current = self._carried(at) or await self._store.current()
         except BadDocument as error:
             if at is not None or (newest := await self._store.newest_kept()) is None:
                 return self._report_unreadable(error), at
@@ -502,6 +502,19 @@ class ConfigReader(Generic[T]):
         versions, changes = await self._follow(at, current)
         told = [*changes, *(self._told(version) for version in versions)]
         return told, ReaderPosition(current.version, current.id)
+
+    def _carried(self, at: ReaderPosition | None) -> Versioned | None:
+        """The current version, if the last notification carried it, and it is not an earlier one
+        than the reader has."""
+        entry = None if self._watch is None else self._calls.store.carried(self._watch)
+        if entry is None or at is None:
+            return None
+        try:
+            current = Versioned.decode(entry)
+            self._store.plain(current)
+        except BadDocument:
+            return None  # what a read says of it is reported
+        return current if current.version > at.version or at.is_at(current) else None
 
     def _report_unreadable(self, error: BadDocument) -> Sequence[Change[T]]:
         """Report what is not a document of doyen, once: it has no identity."""

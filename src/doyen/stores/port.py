@@ -280,6 +280,20 @@ class Store(ABC):
         never misses the final state. `notify` is called on the store's loop and must not block.
         """
 
+    async def watch_entry(self, key: str, notify: Callable[[], None]) -> Watch:
+        """`watch` for one key. Its notifications may carry the entry, for `carried`."""
+        return await self.watch(key, notify)
+
+    def carried(self, watch: Watch) -> Entry | None:
+        """The entry as of the last notification of a watch that `watch_entry` began. None if that
+        did not carry it, or if it was taken before: then the watcher reads.
+
+        It is not a linearizable read: a later version may have been written by now, of which
+        another notification follows. After the connection was lost, it may also be an earlier one
+        than the watcher has read since.
+        """
+        return None
+
     def proof(self, lease: Lease) -> tuple[int, ...]:
         """Descriptors that prove this process alive while any copy of them is open.
 

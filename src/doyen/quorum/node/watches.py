@@ -1,5 +1,9 @@
 """The watches of a node's clients, served from what this node has applied.
 
+A watch of one key may ask for its entry. A notification then carries it, so that a hundred clients
+that follow one document do not all send a read at the same time. It is left out if it is large, or
+if the client takes its answers slowly: then the client reads.
+
 A watch that is resumed names the revision up to which it was notified. It is notified of anything
 later before it is confirmed: if the connection broke in between, the client would otherwise take a
 confirmed watch for one that has missed nothing.
@@ -11,6 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from doyen.errors import DoyenError
+from doyen.quorum.keyspace.commands import StoredEntry
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.clients import ServedClient
 from doyen.quorum.node.driver import Driver
@@ -26,7 +31,11 @@ from doyen.quorum.protocol.requests import (
 WATCHES = 100_000
 """How many watches one connection may have."""
 
-Watchers = dict[tuple[ServedClient, int], None]
+CARRIED = 4096
+"""How many bytes the value of an entry may have that notifications carry. All watches of a key are
+notified at the same time, and each connection buffers a copy."""
+
+Watchers = dict[tuple[ServedClient, int], bool]
 
 
 class Watches:
@@ -36,7 +45,7 @@ class Watches:
         self._driver = driver
         self._keyspace = keyspace
         self._watchers: dict[str, Watchers] = {}
-        """Client and id of each watch, by scope."""
+        """Client and id of each watch, and whether it wants the entry, by scope."""
         self._count = 0
         self._notified = keyspace.revision
         """The revision up to which all confirmed watches have been notified."""
@@ -58,7 +67,7 @@ class Watches:
             return
         self.notify()
         client.watches[request.id] = request.scope
-        self._watchers.setdefault(request.scope, {})[client, request.id] = None
+        self._watchers.setdefault(request.scope, {})[client, request.id] = request.entry
         self._count += 1
         if request.since <= self._keyspace.revision:
             self._confirm(client, request)
@@ -115,11 +124,17 @@ class Watches:
         else:
             scopes = [*_scopes(keys, self._watchers)]
         changed: dict[ServedClient, list[int]] = {}
+        carried: dict[ServedClient, dict[int, StoredEntry]] = {}
         for scope in scopes:
-            for client, watch in self._watchers[scope]:
+            found = self._keyspace.get(scope)
+            if found is not None and len(found.value) > CARRIED:
+                found = None
+            for (client, watch), wants in self._watchers[scope].items():
                 changed.setdefault(client, []).append(watch)
+                if wants and found is not None and not client.connection.congested:
+                    carried.setdefault(client, {})[watch] = found
         for client, watches in changed.items():
-            client.send(WatchNotification(watches, self._notified))
+            client.send(WatchNotification(watches, self._notified, carried.get(client, {})))
 
 
 def _scopes(keys: Iterable[str], watched: dict[str, Watchers]) -> dict[str, None]:

@@ -101,6 +101,8 @@ class WatchRequest(Request, frozen=True, gc=False, tag=6):
     changes up to this revision. Negative if the watch is new."""
     cluster: str = ""
     """The id of the cluster that this revision belongs to; empty if the client does not know it."""
+    entry: bool = False
+    """The scope is a key, and notifications may carry its entry. Earlier releases ignore this."""
 
 
 class CancelWatch(Request, frozen=True, gc=False, tag=7):
@@ -187,6 +189,8 @@ class WatchNotification(Response, frozen=True, gc=False, tag=5):
 
     ids: list[int]
     revision: int
+    entries: dict[int, StoredEntry] = {}
+    """The entries of some watches that asked for theirs, as of this revision."""
 
 
 class LeaseRenewed(Response, frozen=True, gc=False, tag=6):

@@ -74,7 +74,7 @@ from doyen.quorum.protocol.requests import (
 from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.quorum.dialling import Dialler
 
-__all__ = ["QuorumConnection"]
+__all__ = ["QuorumConnection", "QuorumWatch"]
 
 log = logging.getLogger("doyen")
 
@@ -155,8 +155,14 @@ class QuorumWatch(WatchHandle):
         scope: str,
         notify: Callable[[], None],
         on_close: Callable[[QuorumWatch], None],
+        *,
+        entry: bool = False,
     ) -> None:
+        """`entry`: the scope is a key, and its entry is wanted with each notification."""
         super().__init__(scope, notify, on_close)
+        self.wants_entry = entry
+        self.carried: StoredEntry | None = None
+        """What the last notification carried."""
         self.id = number
         self.position = -1
         """It was notified of all changes up to this revision; negative before it is confirmed."""
@@ -324,15 +330,18 @@ class QuorumConnection:
 
     # Watches.
 
-    async def watch(self, scope: str, notify: Callable[[], None]) -> QuorumWatch:
+    async def watch(
+        self, scope: str, notify: Callable[[], None], *, entry: bool = False
+    ) -> QuorumWatch:
         """Begin a watch; returns when it is confirmed."""
         self._requests = number = self._requests - 1
-        watch = self._watches[number] = QuorumWatch(number, scope, notify, self._cancel)
+        watch = QuorumWatch(number, scope, notify, self._cancel, entry=entry)
+        self._watches[number] = watch
         connection = self._connection
         if connection is None:
             self._connect()
         elif (
-            not connection.send(REQUEST, encode(WatchRequest(number, scope, -1)))
+            not connection.send(REQUEST, encode(WatchRequest(number, scope, -1, entry=entry)))
             and not connection.ending
         ):
             watch.fail(StoreUnavailable(_congested(connection)))
@@ -367,6 +376,9 @@ class QuorumConnection:
         for number in notification.ids:
             watch = self._watches.get(number)
             if watch is not None:
+                watch.carried = notification.entries.get(number)
+                if notification.revision < watch.position:
+                    watch.carried = None  # the node has not reached the position yet
                 watch.notify_soon()
 
     def _watch_confirmed(self, response: WatchConfirmed) -> None:
@@ -508,7 +520,9 @@ class QuorumConnection:
                         size = 0
             elif not each.closed:
                 cluster = self._dialler.cluster.id
-                request = WatchRequest(each.id, each.scope, each.position, cluster)
+                request = WatchRequest(
+                    each.id, each.scope, each.position, cluster, each.wants_entry
+                )
                 connection.send(REQUEST, encode(request))
             if connection.congested:
                 rest = self._send_rest(connection, waiting)

@@ -57,7 +57,7 @@ from doyen.quorum.protocol.requests import (
 from doyen.quorum.protocol.security import Security
 from doyen.stores.kit.lifecycle import GuardedStore
 from doyen.stores.port import Capabilities, Creation, Watch
-from doyen.stores.quorum.connection import QuorumConnection
+from doyen.stores.quorum.connection import QuorumConnection, QuorumWatch
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
 from doyen.stores.quorum.dialling import Dialler, Electing, ExpectedCluster, fetch_status
 
@@ -233,6 +233,14 @@ class QuorumStore(GuardedStore):
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         return await self._requests.watch(scope, notify)
+
+    async def watch_entry(self, key: str, notify: Callable[[], None]) -> Watch:
+        return await self._requests.watch(key, notify, entry=True)
+
+    def carried(self, watch: Watch) -> Entry | None:
+        assert isinstance(watch, QuorumWatch)
+        record, watch.carried = watch.carried, None
+        return None if record is None else _entry(record)
 
     async def diagnose(self) -> Sequence[Finding]:
         return findings(await self.inspect())
