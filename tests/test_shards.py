@@ -358,6 +358,9 @@ async def test_drain_fails_if_no_other_member_is_eligible(place: Place) -> None:
     spec = await shards.spec()
     assert spec is not None
     assert "a" not in spec.weights
+    with pytest.raises(OrderFailed, match=r"'x' cannot be drained: it is not a live.*are a, b, c"):
+        await shards.drain("x")
+    assert await shards.spec() == spec
     await shards.drain("a", anyway=True)
     await asyncio.sleep(5.0)
     assert jobs.loads() == {"a": 4}

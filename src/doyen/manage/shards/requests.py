@@ -19,7 +19,7 @@ from doyen.manage.documents import Document, Versioned
 from doyen.manage.shards.controller import read_holders, seen_members
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.planner import choose_owners
-from doyen.manage.shards.routing import ShardMap, map_of
+from doyen.manage.shards.routing import ShardMap, map_of, read_map
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible
 from doyen.model import Claim, leader_key, shards_key
@@ -180,9 +180,9 @@ async def drain(
 ) -> ShardMap:
     """Give a member the weight 0, and wait until it owns nothing.
 
-    Fails, before anything is changed, if no other member could take its shards. With `anyway` the
-    weight is changed nevertheless, and nothing is waited for: the member keeps what no other can
-    take. With `undo` the member has the weight again that it states itself.
+    Fails, before anything is changed, if there is no such member, or if no other could take its
+    shards. With `anyway` the weight is changed nevertheless, and nothing is waited for: the member
+    keeps what no other can take. With `undo` the member has the weight again that it states itself.
     """
 
     def change(spec: ShardSpec | None) -> ShardSpec:
@@ -193,6 +193,12 @@ async def drain(
     if not undo and not anyway:
         spec = await _existing(core, name)
         members = await seen_members(core, name)
+        if member not in members and not (await read_map(core, name)).owned_by(member):
+            raise OrderFailed(
+                f"{member!r} cannot be drained: it is not a live member of {name!r}, and owns"
+                f" nothing. The members are {', '.join(sorted(members)) or 'none'}. To keep it from"
+                " owning shards when it joins, drain it anyway"
+            )
         if not set(eligible(spec, members)) - {member}:
             raise OrderFailed(
                 f"{member!r} cannot be drained, because no other member could own the shards of"
