@@ -44,11 +44,11 @@ doyen://h1:7400,h2:7400,h3:7400; requests are forwarded to the leader.
 
 To replace a node, or to grow from three nodes to five, start the new node with --join, add it as a
 learner, wait until status shows that it has caught up, and promote it to a voter; then remove the
-old node. Make one change at a time: a change is refused until the previous one is committed, and if
-too few of the new voters answer. To move a node, add it again with its new address. Before the
-removal of a node that is needed (one or two voters would be left, or none that is up to date) the
-command asks for confirmation; without a terminal, such a removal needs --force. Changes and backups
-need the secret or certificate of an administrator.
+old node. Make one change at a time: a change waits some seconds until the previous one is
+committed, and is refused if it is not, or if too few of the new voters answer. To move a node, add
+it again with its new address. Before the removal of a node that is needed (one or two voters would
+be left, or none that is up to date) the command asks for confirmation; without a terminal, such a
+removal needs --force. Changes and backups need the secret or certificate of an administrator.
 
 If a node has lost its data directory, or has an older copy of it, the other nodes refuse it: remove
 it, empty the directory, start it with --join, add it and promote it.
