@@ -412,7 +412,8 @@ class Keyspace:
         elif present.version != command.if_version:
             return _CONDITION_FAILED
         else:
-            lease = present.lease
+            # The key that is held already: the history would hold a copy for each change.
+            key, lease = present.key, present.lease
             entry = StoredEntry(key, command.value, present.revision, version, 0, present.ticket)
         if (full := self._write(entry, position)) is not None:
             return full
