@@ -38,6 +38,7 @@ class WithWarden(OnEngine):
     def _join(self) -> str:
         who = super()._join()
         self.wardens[who] = self._crew.wait("warded", who)["warden"]
+        _wait_until_idle(self.wardens[who])
         return who
 
     def __init__(self, crew: Crew, server: servers.Server, ttl_s: float) -> None:
@@ -99,6 +100,19 @@ def _crash(name: str, server: servers.Server, trials: int, idle_s: float) -> lis
             details={"wake_ups_per_s": wake_ups, "idle_s": idle_s},
         ),
     ]
+
+
+def _wait_until_idle(pid: int) -> None:
+    """A warden that is being started imports its client library, which takes a processor from what
+    is measured."""
+
+    def used() -> list[str]:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+    before: list[str] = []
+    while (now := used()) != before:
+        before = now
+        time.sleep(0.25)
 
 
 def _cost(pid: int, idle_s: float) -> tuple[float, float]:

@@ -104,6 +104,7 @@ class PostgreSQLModel(Cluster):
         if listens:
             self._listening[connection] = server
             text = text.partition(";")[2]
+        text = text.rpartition("ROLLBACK; ")[2]  # what is rolled back has no effect
         answers = self.carry_out(connection, server, text)
         if answers is None:
             return b""

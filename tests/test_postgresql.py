@@ -157,6 +157,20 @@ async def test_entries_without_their_lease_are_void(place: Place) -> None:
         assert (await store.create(KEY, b"w", await store.grant(60))).won
 
 
+async def test_a_rehearsal_changes_nothing(place: Place) -> None:
+    def numbers() -> list[list[list[str | None]]]:
+        return [
+            place.server.query(f"SELECT count(*) FROM {place.tables[table]}")
+            for table in ("leases", "entries", "changes")
+        ]
+
+    async with place.stores() as (store,):
+        await store.create(KEY, b"v", await store.grant(60))
+        before = numbers()
+        await store.rehearse()
+        assert numbers() == before
+
+
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[servers.Postgres]:
     """A server that needs a password for every role but the administrator."""

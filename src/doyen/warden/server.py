@@ -24,7 +24,6 @@ import socket
 
 from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock, SystemClock
-from doyen.model import Lease
 from doyen.stores.port import Context, Store, load_adapter, open_store
 from doyen.warden.ending import KeptStores, LeaseEnder, Opener, Witness
 from doyen.warden.kernel import KernelConnection
@@ -39,7 +38,6 @@ log = logging.getLogger("doyen.warden")
 _BACKLOG = 1024
 ACCEPT_AGAIN_S = 1.0
 REHEARSE_S = 5.0
-NOBODYS = Lease("0", 1.0)
 FINISH_S = 5.0
 """How long a warden that is stopped goes on ending leases of holders that have died."""
 GIVE_UP_S = 24 * 3600.0
@@ -241,13 +239,11 @@ class Warden:
 
 
 async def _rehearse(store: Store) -> None:
-    """End a lease that does not exist: what runs for the first time is several times as slow. Then
-    return the memory that only the start needed."""
+    """Do once what ends a lease: what runs for the first time is several times as slow. Then return
+    the memory that only the start needed."""
     try:
         async with asyncio.timeout(REHEARSE_S):
-            warrant = store.warrant(NOBODYS)
-            if warrant:
-                await store.end(warrant)
+            await store.rehearse()
     except Exception as error:  # noqa: BLE001 - nothing depends on it
         log.debug("%s", log_line(event="rehearsal_failed", error=error))
     gc.collect()

@@ -54,8 +54,8 @@ _SETTLE_S = 0.004
 """Wait this long after a change before looking at its leases: the watchers act first."""
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
-_HASTY_S = 0.005
-"""The pause between two queries while a change is expected."""
+_HASTIEST_S, _HASTY_S = 0.001, 0.005
+"""The shortest and the longest pause between two queries while a change is expected."""
 _LONGEST_PAUSE_S = 0.5
 """The longest pause between two queries for changes, unless `poll_s` is longer. A response may have
 been slow only because the server was paused; later changes should be noticed soon."""
@@ -132,7 +132,7 @@ class LeaseObserver(LeaseObservations):
         their turn behind it, it must be short beside their ttl."""
         self._wake = asyncio.Event()
         self._hurried: dict[str, float] = {}
-        """Paths that are about to change, and until when that is expected, by the loop's time."""
+        """Paths that are about to change, and since when that is expected, by the loop's time."""
         self._hurry = asyncio.Event()
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -197,7 +197,7 @@ class LeaseObserver(LeaseObservations):
     def expect(self, path: str) -> None:
         """This path will probably change: ask for changes often, until it has, or for three times
         the patience, which is the ttl."""
-        self._hurried[path] = self._loop.time() + 3 * self.patience_s
+        self._hurried[path] = self._loop.time()
         self._loop.call_later(_HASTY_S, self._hurry.set)  # the watchers act first
 
     def changed(self, path: str) -> None:
@@ -339,11 +339,14 @@ class LeaseObserver(LeaseObservations):
         self._position = None
 
     def _hasty(self, pause_s: float) -> float:
-        """The pause, or a short one while a change is expected."""
+        """The pause, or a short one while a change is expected: a tenth of the time since then."""
         now = self._loop.time()
-        for path in [path for path, until in self._hurried.items() if until < now]:
-            del self._hurried[path]
-        return min(pause_s, _HASTY_S) if self._hurried else pause_s
+        since = now - 3 * self.patience_s
+        self._hurried = {path: at for path, at in self._hurried.items() if at >= since}
+        if not self._hurried:
+            return pause_s
+        expected_s = now - max(self._hurried.values())
+        return min(pause_s, max(_HASTIEST_S, min(expected_s / 10, _HASTY_S)))
 
     async def _read_changes(self) -> None:
         if self._changes is None:

@@ -61,6 +61,8 @@ MARK_S = 0.1
 SWEEP_S = 2.0
 SWEPT = 4
 """The interval of the sweep and how many leases it checks, while it finds none that has expired."""
+SUCCESSOR_S = 0.05
+"""How long the entries of a lease that was ended are left to those who wait for them."""
 RESOLUTION_S = 0.01
 _MARKS = 512
 _DAMAGED_TTL_S = 60.0
@@ -225,10 +227,15 @@ class NatsLeases:
         then on. They are deleted too; only what was written since the lease was granted is looked
         at for that."""
         lease, _, granted = warrant.decode().partition(" ")
-        await self._jetstream.delete(self._subject(lease), None)
-        await self._jetstream.delete(subject_of(self._bucket, "leases", lease), None)
+        # In this order, but at once: the holder has died, so no renewal can come in between.
+        await asyncio.gather(
+            self._jetstream.delete(self._subject(lease), None),
+            self._jetstream.delete(subject_of(self._bucket, "leases", lease), None),
+        )
         if not granted:
             return
+        # A candidate replaces the void record. If that is deleted first, it has to look again.
+        await asyncio.sleep(SUCCESSOR_S)
         void: list[tuple[str, int]] = []
         since = BucketConsumer.open(self._jetstream, self._bucket, since=int(granted))
         async with since as consumer:

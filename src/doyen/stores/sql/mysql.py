@@ -15,8 +15,8 @@ by its primary key. Polling takes at most a fifth of the time.
 A candidate in line does not wait for the next query. Whoever has a ticket holds a named lock for
 it, and releases the lock when it deletes the ticket. The candidate behind waits for that lock on a
 connection of its own (`TicketBell`). To get it is a hint that the ticket is gone. The lock is also
-released when the holder's connection ends, although the lease goes on. Then doyen asks every 5 ms
-for one ttl, because a warden may end the lease. Where servers do not share their locks, as in
+released when the holder's connection ends, although the lease goes on. Then doyen asks every 1 to
+5 ms for one ttl, because a warden may end the lease. Where servers do not share their locks, as in
 Galera, a wait does not block, and means nothing.
 
 Isolation is READ COMMITTED, set in every transaction: what a statement reads after the counter was

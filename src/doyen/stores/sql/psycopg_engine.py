@@ -40,6 +40,7 @@ with options.requires("postgresql", "psycopg"):
     from psycopg.pq import TransactionStatus
 
 __all__ = [
+    "BEGIN_PLAIN",
     "FLUSH",
     "PASSED",
     "PostgreSQLConnection",
@@ -59,16 +60,16 @@ _LOCK_TIMEOUT_MS = 700
 _PING_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
-_BEGIN_PLAIN = (
+BEGIN_PLAIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;"
     f" SET LOCAL lock_timeout = {_LOCK_TIMEOUT_MS}; "
 )
 _DURABLY = "set_config('synchronous_commit', 'on', true)"
 _IF_NOT = "WHERE current_setting('synchronous_commit') = 'off'; "
-_BEGIN = f"{_BEGIN_PLAIN}SELECT {_DURABLY} {_IF_NOT}"
-_BEGIN_EARLY = f"{_BEGIN_PLAIN}SET LOCAL synchronous_commit = off; "
+_BEGIN = f"{BEGIN_PLAIN}SELECT {_DURABLY} {_IF_NOT}"
+_BEGIN_EARLY = f"{BEGIN_PLAIN}SET LOCAL synchronous_commit = off; "
 FLUSH = (
-    f"{_BEGIN_PLAIN}DO $$ BEGIN PERFORM {_DURABLY} {_IF_NOT}"
+    f"{BEGIN_PLAIN}DO $$ BEGIN PERFORM {_DURABLY} {_IF_NOT}"
     "PERFORM pg_logical_emit_message(true, 'doyen', ''); END $$; COMMIT"
 )
 """The write-ahead log is written in order: once this is durable, so are all earlier commits."""
