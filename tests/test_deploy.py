@@ -369,6 +369,9 @@ def test_compose_refers_to_what_exists() -> None:
         if name == "worker":
             args = accepted(service["command"])
             assert args.command == ["sleep", "infinity"]
+            # It has no port, so the health check of the image would find it unhealthy.
+            assert "HEALTHCHECK" in dict(instructions())
+            assert service["healthcheck"] == {"disable": True}
             url = StoreURL.parse(environ["DOYEN_STORE"])
             assert url.parts.netloc == ",".join(peers.values())
         else:
