@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +19,39 @@ from doyen.stores.sqlite.tables import SCHEMA, HandleChanges, Transaction
 from test_sqlite import TTL_S, stores
 
 
-async def taken(store: SQLiteStore) -> None:
-    """Wait until the thread of the database has what was submitted, and waits for the lock."""
-    await asyncio.sleep(0.01)
-    while not store._database.thread._queue.empty():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.01)
+@contextmanager
+def write_lock(path: Path, *handles: SQLiteStore) -> Iterator[None]:
+    """Hold the write lock of the database. The handles do not give up waiting for it, however slow
+    this machine is."""
+    for handle in handles:
+        handle._database.patience_s = handle._database.connection.patience_s = 60.0
+    blocking = sqlite3.connect(path, isolation_level=None)
+    blocking.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        blocking.execute("COMMIT")
+        blocking.close()
+
+
+async def lock_is_waited_for(store: SQLiteStore) -> None:
+    """Wait until the thread of the database has a batch, and pauses before it tries again to get
+    the write lock."""
+    connection, loop, paused = (
+        store._database.connection,
+        asyncio.get_running_loop(),
+        asyncio.Event(),
+    )
+    pause = connection._pause
+
+    def noted(seconds: float) -> None:
+        loop.call_soon_threadsafe(paused.set)
+        pause(seconds)
+
+    connection._pause = noted  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        await paused.wait()
+    del connection._pause
 
 
 async def test_operations_that_arrive_while_the_lock_is_waited_for_share_a_transaction(
@@ -30,6 +59,7 @@ async def test_operations_that_arrive_while_the_lock_is_waited_for_share_a_trans
 ) -> None:
     async with stores(tmp_path / "doyen.db", 2) as (store, other):
         lease, others = await store.grant(TTL_S), await other.grant(TTL_S)
+        await store.create("before", b"", lease)  # the first creation waits for a read
         commits: list[HandleChanges] = []
         deliver = store._database.deliver
 
@@ -38,16 +68,14 @@ async def test_operations_that_arrive_while_the_lock_is_waited_for_share_a_trans
             deliver(committed)
 
         store._database.deliver = note
-        blocking = sqlite3.connect(tmp_path / "doyen.db", isolation_level=None)
-        blocking.execute("BEGIN IMMEDIATE")
-        first = asyncio.ensure_future(store.create("a/first", b"", lease))
-        await taken(store)
-        more = [asyncio.ensure_future(store.create(f"a/{n}", b"", lease)) for n in range(20)]
-        cancelled = asyncio.ensure_future(store.create("a/cancelled", b"", lease))
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        blocking.execute("COMMIT")
-        blocking.close()
+        with write_lock(tmp_path / "doyen.db", store):
+            first = asyncio.ensure_future(store.create("a/first", b"", lease))
+            await lock_is_waited_for(store)
+            more = [asyncio.ensure_future(store.create(f"a/{n}", b"", lease)) for n in range(20)]
+            cancelled = asyncio.ensure_future(store.create("a/cancelled", b"", lease))
+            await asyncio.sleep(0)
+            assert store._database.thread._queue.qsize() == 21
+            cancelled.cancel()
         assert all(creation.won for creation in await asyncio.gather(first, *more))
         assert len(commits) == 1
         assert len(await other.list("a")) == 21
@@ -69,15 +97,13 @@ async def test_what_must_be_on_disk_does_not_join_a_transaction_that_need_not(
             finish(self, *args)
 
         monkeypatch.setattr(Transaction, "finish", note)
-        blocking = sqlite3.connect(tmp_path / "doyen.db", isolation_level=None)
-        blocking.execute("BEGIN IMMEDIATE")
-        deleting = asyncio.ensure_future(store.delete("a", if_version=entry.version))
-        await taken(store)
-        creating = asyncio.ensure_future(store.create("b", b"", lease))
-        putting = asyncio.ensure_future(store.put("c", b"", if_version=None))
-        await asyncio.sleep(0.01)
-        blocking.execute("COMMIT")
-        blocking.close()
+        with write_lock(tmp_path / "doyen.db", store):
+            deleting = asyncio.ensure_future(store.delete("a", if_version=entry.version))
+            await lock_is_waited_for(store)
+            creating = asyncio.ensure_future(store.create("b", b"", lease))
+            putting = asyncio.ensure_future(store.put("c", b"", if_version=None))
+            await asyncio.sleep(0)
+            assert store._database.thread._queue.qsize() == 2
         assert await deleting
         assert (await creating).won
         assert await putting is not None

@@ -31,7 +31,7 @@ from doyen.stores.sqlite.connection import LocalConnection
 from doyen.stores.sqlite.database import DatabaseThread
 from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.tables import Transaction
-from test_sqlite_batches import taken
+from test_sqlite_batches import lock_is_waited_for, write_lock
 
 TTL_S = 30.0
 LOG_HEADER, FRAME_HEADER = 32, 24
@@ -294,16 +294,13 @@ async def test_a_transaction_keeps_its_level_when_the_process_forks_while_it_wai
 
     monkeypatch.setattr(LocalConnection, "commit", noted)
     for durable in (True, False):
-        blocking = sqlite3.connect(tmp_path / "doyen.db", isolation_level=None)
-        blocking.execute("BEGIN IMMEDIATE")
-        waiting = asyncio.ensure_future(
-            store.put("b", b"", if_version=None) if durable else store.enqueue("c", b"", lease)
-        )
-        await taken(store)
-        connections().before_fork()
-        connections().after_fork()
-        blocking.execute("COMMIT")
-        blocking.close()
+        with write_lock(tmp_path / "doyen.db", store):
+            waiting = asyncio.ensure_future(
+                store.put("b", b"", if_version=None) if durable else store.enqueue("c", b"", lease)
+            )
+            await lock_is_waited_for(store)
+            connections().before_fork()
+            connections().after_fork()
         assert await waiting is not None
     assert levels == [2, 1]
     await store.close()

@@ -23,7 +23,7 @@ from doyen.stores.sqlite.database import DatabaseThread, _threads
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 from test_sqlite import opened, until
-from test_sqlite_batches import taken
+from test_sqlite_batches import lock_is_waited_for, write_lock
 
 TTL_S = 60.0
 
@@ -74,16 +74,13 @@ async def test_what_many_handles_do_at_once_is_one_transaction(
     for handle, lease in zip(handles, leases, strict=True):
         await handle.enqueue("line", b"", lease)  # from now on it takes part
     commits = counted(monkeypatch)
-    blocking = sqlite3.connect(path, isolation_level=None)
-    blocking.execute("BEGIN IMMEDIATE")
-    creating = [asyncio.ensure_future(handles[0].create("k/0", b"", leases[0]))]
-    await taken(handles[0])
-    creating += [
-        asyncio.ensure_future(handles[n].create(f"k/{n}", b"", leases[n])) for n in range(1, 30)
-    ]
-    await asyncio.sleep(0.01)
-    blocking.execute("COMMIT")
-    blocking.close()
+    with write_lock(path, *handles):
+        creating = [asyncio.ensure_future(handles[0].create("k/0", b"", leases[0]))]
+        await lock_is_waited_for(handles[0])
+        creating += [
+            asyncio.ensure_future(handles[n].create(f"k/{n}", b"", leases[n])) for n in range(1, 30)
+        ]
+        await asyncio.sleep(0)
     assert all(creation.won for creation in await asyncio.gather(*creating))
     assert commits == ["NORMAL"]
     found = [entry.lease for entry in await handles[0].list("k")]
