@@ -118,7 +118,7 @@ def drill(
 
 def test_an_unattended_run_proves_one_leader_through_kills_and_freezes(tmp_path: Path) -> None:
     tmp = tmp_path / "tmp"
-    code, outcome = drill(tmp, "--for", "4", "--ttl", "1.5")
+    code, outcome = drill(tmp, "--for", "1", "--ttl", "3")  # each fault once
     assert (code, outcome["ok"], outcome["problems"]) == (0, True, [])
     assert {"killed", "frozen"} == {failover["fault"] for failover in outcome["failovers"]}
     for failover in outcome["failovers"]:

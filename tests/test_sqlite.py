@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.stores.port import Context, open_store
 from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite import connection as connection_module
-from doyen.stores.sqlite.connection import LocalConnection
+from doyen.stores.sqlite.connection import PATIENCE_S, LocalConnection
 from doyen.stores.sqlite.database import DatabaseThread
 from doyen.stores.sqlite.tables import Transaction
 
@@ -534,17 +535,22 @@ async def test_nothing_is_written_after_the_disk_failed_to_confirm_a_write(
         assert await other.get("first") is None
 
 
-async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> None:
+async def test_a_lock_timeout_needs_a_time_without_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.db"
     async with stores(path) as (store,):
         connection = store._database.connection
-        connection.patience_s = 0.05
         versions = iter([1, 2, 3, 4, 4])
         refusals = 0
+        clock = SimpleNamespace(now=0.0)
+        timing = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+        monkeypatch.setattr(connection_module, "time", timing)
 
         def busy(level: str | None) -> bool:
             nonlocal refusals
             refusals += 1
+            clock.now += PATIENCE_S / 4
             return False
 
         connection._try_begin = busy  # type: ignore[method-assign]
@@ -552,7 +558,7 @@ async def test_a_lock_timeout_needs_a_time_without_commits(tmp_path: Path) -> No
         with pytest.raises(StoreUnavailable, match="locked for writing by another process"):
             await store.put("k", b"v", if_version=None)
         assert next(versions, None) is None
-        assert refusals > 10
+        assert refusals == 1 + 4 * 4
         del connection._try_begin, connection._data_version  # so that it can be closed
 
 
