@@ -27,8 +27,9 @@ from doyen.events.telemetry import DeliveryQueue
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import ThreadRuntime
 from doyen.stores.port import Context, open_store
-from doyen.stores.sqlite import SQLiteStore, forks
+from doyen.stores.sqlite import forks
 from doyen.stores.sqlite.forks import connections
+from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.tables import Transaction
 from support import core_of, keepalive_of, until_blocking
 

@@ -9,7 +9,7 @@ import pytest
 
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable
 from doyen.stores.nats.buckets import Buckets
-from doyen.stores.nats.mirror import HEARTBEAT_S, SILENCE_S
+from doyen.stores.nats.consumer import HEARTBEAT_S, SILENCE_S
 from test_nats_adversary import KEY, STREAM, TTL_S, NatsRoom, Outage, meets
 
 

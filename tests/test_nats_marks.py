@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen.stores.nats.leases import Marks
+from doyen.stores.nats.marks import Marks
 
 
 def test_one_mark_dates_all_leases_without_a_renewal_since() -> None:

@@ -100,7 +100,7 @@ def judged(tables: Tables, observer: LeaseObserver) -> bool:
 
 @with_tables
 async def test_a_lease_expires_after_being_observed_unchanged_for_a_ttl(tables: Tables) -> None:
-    observer = LeaseObserver(tables, tables.clock.now, None)
+    observer = LeaseObserver(tables, tables.clock.now)
     tables.clock.advance(1000)
     assert not judged(tables, observer), "the lease was observed for the first time"
     tables.clock.advance(TTL_S - 0.01)
@@ -113,7 +113,7 @@ async def test_a_lease_expires_after_being_observed_unchanged_for_a_ttl(tables: 
 @with_tables
 async def test_observations_before_a_change_do_not_count(tables: Tables, change: str) -> None:
     """After a failover, a server may lack renewals that its predecessor had confirmed."""
-    observer = LeaseObserver(tables, tables.clock.now, None)
+    observer = LeaseObserver(tables, tables.clock.now)
     tables.counter = 7
     judged(tables, observer)
     tables.clock.advance(TTL_S - 1)
@@ -136,7 +136,7 @@ async def test_observations_before_a_change_do_not_count(tables: Tables, change:
 async def test_a_stepped_clock_ends_nothing_early_and_delays_little(
     tables: Tables, step_s: float
 ) -> None:
-    observer = LeaseObserver(tables, tables.clock.now, None)
+    observer = LeaseObserver(tables, tables.clock.now)
     tables.renew()
     judged(tables, observer)
     tables.step_s = step_s
@@ -162,7 +162,7 @@ def test_no_lease_expires_within_a_ttl_of_its_renewal(
     """Whatever steps the clock of the database makes, and at any times of observation."""
 
     async def test(tables: Tables) -> None:
-        observer = LeaseObserver(tables, tables.clock.now, None)
+        observer = LeaseObserver(tables, tables.clock.now)
         renewed = tables.clock.now()
         tables.renew()
         for what, wait_s, step_s in script:
@@ -189,7 +189,9 @@ async def test_a_watch_notices_an_expiry_in_time(
 ) -> None:
     """When a holder stops renewing, the watch is notified within the ttl plus the jitter of two
     renewals. Until then there is about one read per renewal."""
-    observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, tables.changes)
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now)
+    if poll_s is not None:
+        observer.poll_paths(poll_s, tables.changes)
     tables.polled = poll_s is not None
     notified: list[float] = []
     await observer.watch("e/leader", lambda: notified.append(tables.clock.now()))
@@ -211,7 +213,7 @@ async def test_a_watch_notices_an_expiry_in_time(
 
 @with_tables
 async def test_a_failing_database_is_retried(tables: Tables) -> None:
-    observer = tables.observer = LeaseObserver(tables, tables.clock.now, None)
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now)
     notified = asyncio.Event()
     await observer.watch("e/leader", notified.set)
     await asyncio.sleep(1)
@@ -225,7 +227,8 @@ async def test_a_failing_database_is_retried(tables: Tables) -> None:
 
 @with_tables
 async def test_without_watches_no_lease_is_read(tables: Tables) -> None:
-    observer = tables.observer = LeaseObserver(tables, tables.clock.now, 0.05)
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now)
+    observer.poll_counter(0.05, tables.position)
     watch = await observer.watch("e/leader", lambda: None)
     await asyncio.sleep(TTL_S / 2)
     watch.close()
@@ -239,7 +242,7 @@ async def test_without_watches_no_lease_is_read(tables: Tables) -> None:
 
 @with_tables
 async def test_leases_no_longer_observed_are_forgotten(tables: Tables) -> None:
-    observer = LeaseObserver(tables, tables.clock.now, None)
+    observer = LeaseObserver(tables, tables.clock.now)
     for number in range(100):
         observer.judge(tables.row()._replace(lease=str(number)))
     tables.clock.advance(100 * TTL_S)
@@ -263,7 +266,8 @@ async def test_a_server_that_was_slow_once_is_soon_polled_again(
                 raise StoreUnavailable("no")
         return await tables.changes(since)
 
-    observer = LeaseObserver(tables, tables.clock.now, 0.05, changes)
+    observer = LeaseObserver(tables, tables.clock.now)
+    observer.poll_paths(0.05, changes)
     notified = asyncio.Event()
     watch = await observer.watch("e", notified.set)
     slow = True
@@ -283,8 +287,9 @@ async def test_a_server_that_was_slow_once_is_soon_polled_again(
 @with_tables
 async def test_a_failed_survey_of_owners_is_retried(tables: Tables, poll_s: float | None) -> None:
     """The store fails just after a watch began, so that no lease is known to observe yet."""
-    changes = None if poll_s is None else tables.changes
-    observer = tables.observer = LeaseObserver(tables, tables.clock.now, poll_s, changes)
+    observer = tables.observer = LeaseObserver(tables, tables.clock.now)
+    if poll_s is not None:
+        observer.poll_paths(poll_s, tables.changes)
     notified = asyncio.Event()
     await observer.watch("e", notified.set)
     tables.failing = True
@@ -360,9 +365,6 @@ class Line:
                     for observer in self.observers:
                         observer.changed(path)
 
-    async def position(self) -> int:
-        raise NotImplementedError
-
     async def lead(
         self,
         lease: str,
@@ -373,7 +375,7 @@ class Line:
     ) -> None:
         """Take a ticket, keep its lease alive, and return when it is at the head of the line. The
         `stale` leases are observed from the beginning, as a store does when it is opened."""
-        observer = LeaseObserver(self, self.clock.now, None)
+        observer = LeaseObserver(self, self.clock.now)
         self.observers.append(observer)
         if stale:
             observer.follow(stale)
@@ -519,9 +521,6 @@ class Members:
         del self.leases[lease]
         self.ended[lease] = self._clock.now()
 
-    async def position(self) -> int:
-        return 0
-
 
 @pytest.mark.parametrize("count", [1, 200, 1000])
 def test_many_leases_are_looked_at_together(count: int) -> None:
@@ -531,7 +530,7 @@ def test_many_leases_are_looked_at_together(count: int) -> None:
     async def test() -> None:
         members = Members(clock, count)
         renewing = asyncio.create_task(members.renew())
-        observer = LeaseObserver(members, clock.now, None)
+        observer = LeaseObserver(members, clock.now)
         await observer.watch("members/g", lambda: None)
         await asyncio.sleep(10 * TTL_S)
         assert not members.ended

@@ -27,10 +27,10 @@ from doyen.errors import (
 from doyen.events import Event, LeaseEnded
 from doyen.lease.clock import Clock, SystemClock, VirtualClock
 from doyen.stores.port import Context, open_store
-from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite import connection as connection_module
 from doyen.stores.sqlite.connection import PATIENCE_S, LocalConnection
 from doyen.stores.sqlite.database import DatabaseThread
+from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.tables import Transaction
 
 TTL_S = 60.0
@@ -201,7 +201,7 @@ def test_leases_of_another_boot_are_observed_by_those_who_take_part(
 
     async def leave() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("doyen.stores.sqlite.boot_id", lambda: "the last boot")
+            patch.setattr("doyen.stores.sqlite.store.boot_id", lambda: "the last boot")
             async with stores(path) as (store,):
                 lease = await store.grant(0.2)
                 await store.create("k", b"v", lease)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doyen.stores.sqlite import SQLiteStore, tables
+from doyen.stores.sqlite import tables
+from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.tables import SCHEMA, HandleChanges, Transaction
 from test_sqlite import TTL_S, stores
 

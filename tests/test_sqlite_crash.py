@@ -26,10 +26,11 @@ import pytest
 from doyen.errors import StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, Store, open_store
-from doyen.stores.sqlite import SQLiteStore, database, tables
+from doyen.stores.sqlite import database, tables
 from doyen.stores.sqlite.connection import LocalConnection
 from doyen.stores.sqlite.database import DatabaseThread
 from doyen.stores.sqlite.forks import connections
+from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.tables import Transaction
 from test_sqlite_batches import lock_is_waited_for, write_lock
 

@@ -33,8 +33,8 @@ from doyen.events import Event, LeaseEnded
 from doyen.lease.clock import SystemClock
 from doyen.model import Entry, Lease, order_key
 from doyen.stores.port import Context, Store, open_store
-from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.connection import LocalConnection
+from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.tables import Transaction
 from frozen import freeze
 from servers.process import is_stopped

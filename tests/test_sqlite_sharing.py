@@ -17,11 +17,11 @@ import pytest
 import doyen
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events import Event, LeaseEnded
-from doyen.stores.sqlite import SQLiteStore
 from doyen.stores.sqlite.connection import LocalConnection, user
 from doyen.stores.sqlite.database import DatabaseThread, _threads
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
+from doyen.stores.sqlite.store import SQLiteStore
 from test_sqlite import opened, until
 from test_sqlite_batches import lock_is_waited_for, write_lock
 

@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 from doyen._waiting import shared
-from doyen.errors import StoreError, StoreUnusable
+from doyen.errors import LeaseGone, StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
 from doyen.model import Lease
 from doyen.stores.port import Store
@@ -26,6 +26,10 @@ _CALLS = [name for name, call in vars(Store).items() if iscoroutinefunction(call
 _CALLS.remove("close")
 
 S = TypeVar("S", bound=Store)
+
+
+def lease_gone(lease: str) -> LeaseGone:
+    return LeaseGone(f"lease {lease} has ended, and with it all entries bound to it")
 
 
 async def opened(store: S, opening: Awaitable[None]) -> S:

@@ -15,11 +15,7 @@ A client that finds a late renewal, or that looks for the first time after the s
 respond, observes all leases of the same election from then on. Their ttls run out at the same time
 and not one after the other, and all that are over can be ended at once (`ripe`).
 
-*Changes.* An engine with notifications calls `changed`. For other engines the store is asked at
-intervals, while anything is watched, for the paths that have changed (`changes`). A store that does
-not know the paths returns a counter, and the scopes are compared when it has moved. That misses an
-entry that was created and deleted between two comparisons, although another client may have read it
-and wait for its end; it is good enough only beside notifications that are rarely lost.
+*Changes.* An engine with notifications calls `changed`. Others are asked for changes (`polling`).
 
 Everything runs on the store's loop.
 """
@@ -29,8 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +40,7 @@ from doyen.stores.kit.expiry import (
     LeaseVerdict,
 )
 from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.kit.polling import ChangedCounter, ChangedPaths, Changes, Polling
 
 log = logging.getLogger("doyen")
 
@@ -54,11 +50,6 @@ _SETTLE_S = 0.004
 """Wait this long after a change before looking at its leases: the watchers act first."""
 _RETRY_S = 0.2
 _PATIENCE_S = 2.0
-_HASTIEST_S, _HASTY_S = 0.001, 0.005
-"""The shortest and the longest pause between two queries while a change is expected."""
-_LONGEST_PAUSE_S = 0.5
-"""The longest pause between two queries for changes, unless `poll_s` is longer. A response may have
-been slow only because the server was paused; later changes should be noticed soon."""
 
 
 class Survey(NamedTuple):
@@ -70,10 +61,6 @@ class Survey(NamedTuple):
 
 _NOTHING = Survey(frozenset(), frozenset())
 
-Changes = Callable[[int | None], Awaitable[tuple[int, Sequence[str] | None]]]
-"""Given a position, returns the current one and the paths that have changed in between, or None
-instead of the paths if they are not known."""
-
 
 class LeaseSource(Protocol):
     """What the observer needs of a store."""
@@ -83,8 +70,6 @@ class LeaseSource(Protocol):
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]: ...
 
     async def expire(self, lease: str, counter: int) -> None: ...
-
-    async def position(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -103,24 +88,17 @@ class _Monitor:
 
 
 class LeaseObserver(LeaseObservations):
-    """The watches of one handle, and the leases that they depend on. With `poll_s` the store is
-    asked for changes; otherwise it reports them through `changed`."""
+    """The watches of one handle, and the leases that they depend on. The store reports changes
+    through `changed`, unless it is asked for them (`poll_paths`, `poll_counter`)."""
 
-    def __init__(
-        self,
-        source: LeaseSource,
-        now: Callable[[], float],
-        poll_s: float | None,
-        changes: Changes | None = None,
-    ) -> None:
+    def __init__(self, source: LeaseSource, now: Callable[[], float]) -> None:
         super().__init__(now)
         self._source = source
-        self._poll_s = poll_s
-        self._changes = changes
+        self._polling: Polling | None = None
+        self._compares = False
+        """Whether a scope that differs from what was read before is a change to notify."""
         self.unwatched: Callable[[str], None] = lambda scope: None
         """Called with its scope when a watch is closed."""
-        self._position: int | None = None
-        """The position up to which changes have been asked for, while anything is watched."""
         self._loop = asyncio.get_running_loop()
         self._scopes: dict[str, _ObservedScope] = {}
         self._monitors: dict[str, _Monitor] = {}
@@ -131,13 +109,18 @@ class LeaseObserver(LeaseObservations):
         """The deadline of what the observer asks the store at a time. Where other calls wait for
         their turn behind it, it must be short beside their ttl."""
         self._wake = asyncio.Event()
-        self._hurried: dict[str, float] = {}
-        """Paths that are about to change, and since when that is expected, by the loop's time."""
-        self._hurry = asyncio.Event()
         self._settling: asyncio.TimerHandle | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self._opened_at = now()
+
+    def poll_paths(self, every_s: float, changes: Changes) -> None:
+        """Ask the store at intervals which paths have changed."""
+        self._polling = ChangedPaths(self, every_s, changes)
+
+    def poll_counter(self, every_s: float, counter: Callable[[], Awaitable[int]]) -> None:
+        """Ask the store at intervals whether anything has changed, beside its notifications."""
+        self._polling, self._compares = ChangedCounter(self, every_s, counter), True
 
     def judge(self, row: LeaseRow) -> LeaseVerdict:
         verdict = super().judge(row)
@@ -161,22 +144,15 @@ class LeaseObserver(LeaseObservations):
             scope = self._scopes[name] = _ObservedScope(name)
         watch = WatchHandle(name, notify, self._leave)
         scope.watches[watch] = None
-        if self._poll_s is None:
+        if self._polling is not None:
+            try:
+                await self._polling.begin(name)
+            except BaseException:
+                watch.close()
+                raise
+            self._start("poll", self._polling.run)
+        if not self._compares:
             self._mark_unread({name})
-            return watch
-        try:  # changes after this point are notified
-            if self._changes is None:
-                self._adopt(await self._source.survey([name]))
-            else:
-                if self._position is None:
-                    position, _ = await self._changes(None)
-                    if self._position is None:  # else another watch began at an earlier position
-                        self._position = position
-                self._mark_unread({name})
-        except BaseException:
-            watch.close()
-            raise
-        self._start("poll", self._poll)
         return watch
 
     def _leave(self, watch: WatchHandle) -> None:
@@ -194,15 +170,20 @@ class LeaseObserver(LeaseObservations):
             self._monitors.setdefault(lease, _Monitor(lease, self._now()))
         self._wake_up()
 
+    @property
+    def scopes(self) -> Collection[str]:
+        """The scopes that are watched."""
+        return self._scopes
+
     def expect(self, path: str) -> None:
-        """This path will probably change: ask for changes often, until it has, or for three times
-        the patience, which is the ttl."""
-        self._hurried[path] = self._loop.time()
-        self._loop.call_later(_HASTY_S, self._hurry.set)  # the watchers act first
+        """This path will probably change."""
+        if self._polling is not None:
+            self._polling.expect(path)
 
     def changed(self, path: str) -> None:
         """Notify all watches whose scope contains this path."""
-        self._hurried.pop(path, None)
+        if self._polling is not None:
+            self._polling.has_changed(path)
         names = set()
         while path:
             if path in self._scopes:
@@ -320,46 +301,9 @@ class LeaseObserver(LeaseObservations):
         for observed in doubted:
             observed.together = True
 
-    async def _poll(self) -> None:
-        """Ask for changes, pausing four times as long as the last query took."""
-        pause_s = self._poll_s or 0.0
-        while self._scopes:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._hasty(pause_s)):
-                    await self._hurry.wait()
-            self._hurry.clear()
-            began = self._loop.time()
-            try:
-                async with asyncio.timeout(self.patience_s):
-                    await self._read_changes()
-            except (StoreError, TimeoutError) as error:
-                log.debug("%s", log_line(event="changes_unreadable", reason=error))
-            took_s = self._loop.time() - began
-            pause_s = max(self._poll_s or 0.0, min(4 * took_s, _LONGEST_PAUSE_S))
-        self._position = None
-
-    def _hasty(self, pause_s: float) -> float:
-        """The pause, or a short one while a change is expected: a tenth of the time since then."""
-        now = self._loop.time()
-        since = now - 3 * self.patience_s
-        self._hurried = {path: at for path, at in self._hurried.items() if at >= since}
-        if not self._hurried:
-            return pause_s
-        expected_s = now - max(self._hurried.values())
-        return min(pause_s, max(_HASTIEST_S, min(expected_s / 10, _HASTY_S)))
-
-    async def _read_changes(self) -> None:
-        if self._changes is None:
-            position = await self._source.position()
-            if position != self._position:
-                self._adopt(await self._source.survey(sorted(self._scopes)))
-        else:
-            position, paths = await self._changes(self._position)
-            for path in paths or ():
-                self.changed(path)
-            if paths is None and position != self._position:
-                self.all_changed()
-        self._position = position
+    async def compare(self, scopes: Collection[str]) -> None:
+        """Read what is in these scopes, and notify the watches of those that differ."""
+        self._adopt(await self._source.survey(sorted(scopes)))
 
     def _adopt(self, surveys: dict[str, Survey]) -> None:
         for name, survey in surveys.items():
@@ -367,11 +311,7 @@ class LeaseObserver(LeaseObservations):
             if scope is not None:
                 before = scope.survey
                 self._monitor_owners(scope, survey)
-                if (
-                    self._poll_s is not None
-                    and self._changes is None
-                    and before not in (None, survey)
-                ):
+                if self._compares and before not in (None, survey):
                     for watch in scope.watches:
                         watch.notify_soon()
 

@@ -15,7 +15,10 @@ no renewal for a whole ttl. The parts:
     jetstream  connections of nats-py, requests to JetStream, and what its errors mean
     buckets    the buckets: created if missing, and again if they were lost
     view       what the messages of a bucket mean
-    mirror     the copy of the bucket, and the consumer that feeds it
+    consumer   the messages of a bucket, in order
+    mirror     the copy of the bucket, fed by a consumer
+    marks, renewals
+               which leases were not renewed for how long
     leases     leases: granted, renewed, observed, ended
     store      the port
 

@@ -25,18 +25,19 @@ import logging
 import math
 import random
 import uuid
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from doyen.errors import LeaseGone, StoreError, StoreUnavailable
+from doyen.errors import StoreError, StoreUnavailable
 from doyen.events import LeaseEnded
 from doyen.events.log_lines import log_line
 from doyen.model import Entry, Lease
 from doyen.stores.kit.expiry import RENEWED_BY, LeaseRow
+from doyen.stores.kit.lifecycle import lease_gone
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.nats.buckets import Buckets
+from doyen.stores.nats.consumer import BucketConsumer
 from doyen.stores.nats.jetstream import (
     PIPELINED,
     JetStream,
@@ -44,7 +45,8 @@ from doyen.stores.nats.jetstream import (
     StreamMissing,
     WrongSequence,
 )
-from doyen.stores.nats.mirror import BucketConsumer, Mirror
+from doyen.stores.nats.marks import Marks
+from doyen.stores.nats.mirror import Mirror
 from doyen.stores.nats.renewals import OldRenewals
 from doyen.stores.nats.view import LEASE, subject_of
 from doyen.stores.port import Context
@@ -63,67 +65,8 @@ SWEPT = 4
 """The interval of the sweep and how many leases it checks, while it finds none that has expired."""
 SUCCESSOR_S = 0.05
 """How long the entries of a lease that was ended are left to those who wait for them."""
-RESOLUTION_S = 0.01
-_MARKS = 512
 _DAMAGED_TTL_S = 60.0
 """The ttl that is assumed if neither the lease nor its renewal shows one."""
-
-
-class Marks:
-    """Positions of the stream of renewals, each with the time at which this process learned that
-    the stream had reached it: how long renewals have been unchanged, for all leases together.
-
-    Every renewal up to a position was written before that time. If it is still the last one of its
-    lease, it has been unchanged since then at least, whether or not this process has looked at the
-    lease before. After an outage one mark therefore dates all the leases that did not survive it,
-    and they expire at the same time, a ttl later. Marks of another incarnation are discarded, and
-    so are all marks if the stream has gone back.
-    """
-
-    def __init__(self) -> None:
-        self._incarnation = ""
-        self._positions: list[int] = []
-        self._times: list[float] = []
-
-    def note(self, incarnation: str, position: int, now: float) -> None:
-        """Note that the stream has reached `position`."""
-        if incarnation != self._incarnation or (self._positions and position < self._positions[-1]):
-            self._incarnation = incarnation
-            self._positions.clear()
-            self._times.clear()
-        if self._positions and position == self._positions[-1]:
-            return
-        if len(self._times) > 1 and now - self._times[-2] < RESOLUTION_S:
-            # Replace the last of two marks that are this close. The renewals that it dated look
-            # younger by less than RESOLUTION_S, and never older.
-            self._positions.pop()
-            self._times.pop()
-        self._positions.append(position)
-        self._times.append(now)
-        if len(self._positions) > _MARKS:
-            half = _MARKS // 2
-            self._positions[:half] = self._positions[1:half:2]
-            self._times[:half] = self._times[1:half:2]
-
-    def age_s(self, incarnation: str, now: float) -> float:
-        """The age of the latest mark."""
-        if incarnation != self._incarnation or not self._times:
-            return float("inf")
-        return now - self._times[-1]
-
-    def position(self, incarnation: str, before: float) -> int:
-        """A position that the stream had reached at a time; the highest that is known."""
-        if incarnation != self._incarnation:
-            return 0
-        index = bisect_right(self._times, before)
-        return self._positions[index - 1] if index else 0
-
-    def unchanged_s(self, incarnation: str, sequence: int, now: float) -> float:
-        """For how long the message with this sequence has been in the stream, at least."""
-        if incarnation != self._incarnation:
-            return 0.0
-        index = bisect_left(self._positions, sequence)
-        return now - self._times[index] if index < len(self._times) else 0.0
 
 
 class NatsLeases:
@@ -156,7 +99,7 @@ class NatsLeases:
         self._granted: dict[str, int] = {}
         """The sequence at which each lease was granted. What is bound to it was written later."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self.observer = LeaseObserver(self, context.clock.now, None)
+        self.observer = LeaseObserver(self, context.clock.now)
 
     async def start(self) -> None:
         """Begin to observe. The mirror is running."""
@@ -172,7 +115,7 @@ class NatsLeases:
     def require(self, lease: str) -> None:
         """Raise `LeaseGone` if the lease has ended, as far as the copy shows."""
         if lease not in self._mirror.view.leases:
-            raise _lease_gone(lease)
+            raise lease_gone(lease)
 
     async def grant(self, ttl_s: float) -> Lease:
         lease = Lease(uuid.uuid4().hex, ttl_s)
@@ -181,7 +124,7 @@ class NatsLeases:
             granted = await self._mirror.write(subject_of(self._bucket, "leases", lease.id), value)
             renewed = await self._jetstream.write(self._subject(lease.id), value, 0)
         except WrongSequence as error:
-            raise _lease_gone(lease.id) from error
+            raise lease_gone(lease.id) from error
         await self._mirror.reach(granted)
         self._held[lease.id] = renewed
         self._granted[lease.id] = granted
@@ -211,7 +154,7 @@ class NatsLeases:
                 self._held[lease.id] = max(sequence, self._held[lease.id])
             if done:
                 return
-        raise _lease_gone(lease.id)
+        raise lease_gone(lease.id)
 
     async def revoke(self, lease: Lease) -> None:
         await self._jetstream.delete(self._subject(lease.id), None)
@@ -285,9 +228,6 @@ class NatsLeases:
             owners = frozenset(each.lease for each in entries if each.lease is not None)
             surveys[scope] = Survey(frozenset(), owners)
         return surveys
-
-    async def position(self) -> int:
-        return 0
 
     async def look(self, leases: Sequence[str]) -> Sequence[LeaseRow]:
         """For the observer: the last renewal of each lease. The server's clock is not used."""
@@ -465,10 +405,6 @@ class NatsLeases:
 
     def _subject(self, lease: str) -> str:
         return f"$KV.{self._buckets.renewals}.{lease}"
-
-
-def _lease_gone(lease: str) -> LeaseGone:
-    return LeaseGone(f"the lease {lease} has ended")
 
 
 def _ttl(renewal: StoredMessage | None) -> float:

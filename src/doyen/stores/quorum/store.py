@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from doyen.errors import ConfigError, LeaseGone, StoreUnusable
+from doyen.errors import ConfigError, StoreUnusable
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.quorum.keyspace.commands import (
     RANKS,
@@ -55,7 +55,7 @@ from doyen.quorum.protocol.requests import (
     StatusRequest,
 )
 from doyen.quorum.protocol.security import Security
-from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.kit.lifecycle import GuardedStore, lease_gone
 from doyen.stores.port import Capabilities, Creation, Watch
 from doyen.stores.quorum.connection import QuorumConnection, QuorumWatch
 from doyen.stores.quorum.diagnosis import NodeAnswer, findings
@@ -161,7 +161,7 @@ class QuorumStore(GuardedStore):
             case EntryExists(entry=entry):
                 return Creation(False, _entry(entry))
             case LeaseNotFound():
-                raise _gone(lease)
+                raise lease_gone(lease.id)
             case other:
                 raise _unexpected(other)
 
@@ -199,7 +199,7 @@ class QuorumStore(GuardedStore):
             case TicketIssued(key=key, revision=revision):
                 return Entry(key, value, revision, revision, lease.id)
             case LeaseNotFound():
-                raise _gone(lease)
+                raise lease_gone(lease.id)
             case other:
                 raise _unexpected(other)
 
@@ -328,10 +328,6 @@ def _version(version: Version | None) -> int:
         return 0
     # The version of another kind of store matches no entry.
     return version if isinstance(version, int) else -1
-
-
-def _gone(lease: Lease) -> LeaseGone:
-    return LeaseGone(f"the lease {lease.id} has ended")
 
 
 def _unexpected(result: Result) -> StoreUnusable:

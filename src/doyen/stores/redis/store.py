@@ -19,7 +19,6 @@ from redis.exceptions import ResponseError
 
 from doyen.errors import (
     ConfigError,
-    LeaseGone,
     OutcomeUnknown,
     StoreError,
     StoreUnusable,
@@ -29,7 +28,7 @@ from doyen.events import LeaseEnded
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.expiry import LeaseRow
-from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.kit.lifecycle import GuardedStore, lease_gone
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.redis.connection import (
@@ -61,7 +60,8 @@ class RedisStore(GuardedStore):
         master = RedisMaster(address)
         self._scripts = ScriptRunner(master, prefix)
         self._renewals = ScriptRunner(master, prefix)
-        self._observer = LeaseObserver(self, context.clock.now, poll_s)
+        self._observer = LeaseObserver(self, context.clock.now)
+        self._observer.poll_counter(poll_s, self.position)
         self._subscriber = RedisSubscriber(master, prefix, self._observer.changed)
         self._observer.unwatched = self._subscriber.unsubscribe
         self._replicas = replicas
@@ -107,7 +107,7 @@ class RedisStore(GuardedStore):
     async def renew(self, lease: Lease) -> None:
         row, _ = await self._write("renew", lease.id, runner=self._renewals)
         if not row:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
 
     async def revoke(self, lease: Lease) -> None:
         await self._write("revoke", lease.id)
@@ -117,7 +117,7 @@ class RedisStore(GuardedStore):
         while True:
             (alive, won, *rows), connection = await self._write("create", key, value, lease.id)
             if not alive:
-                raise _gone(lease.id)
+                raise lease_gone(lease.id)
             present = await self._judged(rows, connection)
             if present is not None:
                 return Creation(bool(won), present[0])
@@ -132,7 +132,7 @@ class RedisStore(GuardedStore):
             "create and look", key, value, lease.id, *_until(ticket), other
         )
         if not alive:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         present = await self._judged(rows, connection)
         if present is None:
             return await super().create_and_look(key, value, lease, ticket, other)
@@ -187,7 +187,7 @@ class RedisStore(GuardedStore):
         place = f"{line}/{_RANKS - rank:08x}-"
         rows, connection = await self._write("enqueue", place, value, lease.id)
         if not rows:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         return self._entry(rows[0], connection)[0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
@@ -341,7 +341,3 @@ def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
     if not entries or entries[0].key != ticket.key:
         raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
     return entries[1] if len(entries) > 1 else None
-
-
-def _gone(lease: str) -> LeaseGone:
-    return LeaseGone(f"lease {lease} has ended, and with it all entries bound to it")

@@ -20,12 +20,12 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from doyen.errors import ConfigError, LeaseGone, StoreError, StoreUnusable, TicketGone
+from doyen.errors import ConfigError, StoreError, StoreUnusable, TicketGone
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
 from doyen.stores.kit.batches import Batches, one_by_one
 from doyen.stores.kit.expiry import LeaseRow
-from doyen.stores.kit.lifecycle import GuardedStore
+from doyen.stores.kit.lifecycle import GuardedStore, lease_gone
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
@@ -166,7 +166,9 @@ class RelationalStore(GuardedStore):
         self._renewals = renewals
         self._own: set[str] = set()
         self._deletions = Batches(self._delete, most=_DELETED_AT_ONCE, in_flight=1)
-        self._observer = LeaseObserver(self, context.clock.now, poll_s, self.changes)
+        self._observer = LeaseObserver(self, context.clock.now)
+        if poll_s is not None:
+            self._observer.poll_paths(poll_s, self.changes)
         # A client that has just begun to observe needs a whole ttl from then on to find a lease
         # expired. A candidate that has been waiting needs little more than the ttl in all.
         self.capabilities = Capabilities(expiry_factor=2.0, notice_s=poll_s or 0.0, durable=False)
@@ -197,7 +199,7 @@ class RelationalStore(GuardedStore):
         self._connection.reconnect()
         rows = await self._renewals.write(self._sql["renew"], {"lease": lease.id})
         if not rows:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         self._observer.judge(_lease_row(rows[0]))
 
     async def revoke(self, lease: Lease) -> None:
@@ -214,7 +216,7 @@ class RelationalStore(GuardedStore):
             if present is not None and present.version == number:
                 return Creation(True, present)
         if not own:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         if present is None:
             return await self.create(key, value, lease)
         return Creation(False, present)
@@ -230,7 +232,7 @@ class RelationalStore(GuardedStore):
         statement = self._sql["create and look"]
         *_, (row,), line, found = await self._connection.write_all(statement, given)
         if row[10] is None:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         over, present = self._judged([row] if row[0] is not None else [])
         won = bool(present) and present[0].version == int(row[9])
         if not won and (over or not present):
@@ -317,7 +319,7 @@ class RelationalStore(GuardedStore):
         given = {"line": prefix, "value": value, "lease": lease.id}
         rows = await self._connection.write(self._sql["enqueue"], given, early=True)
         if not rows:
-            raise _gone(lease.id)
+            raise lease_gone(lease.id)
         return self._judged(rows)[1][0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
@@ -491,7 +493,3 @@ def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
     if not entries or entries[0].key != ticket.key:
         raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
     return entries[1] if len(entries) > 1 else None
-
-
-def _gone(lease: str) -> LeaseGone:
-    return LeaseGone(f"lease {lease} has ended, and with it all entries bound to it")

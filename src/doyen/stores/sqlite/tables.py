@@ -32,8 +32,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from doyen.errors import ConfigError, LeaseGone, TicketGone
+from doyen.errors import ConfigError, TicketGone
 from doyen.model import Entry, Version
+from doyen.stores.kit.lifecycle import lease_gone
 from doyen.stores.port import Creation, Looked
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
@@ -377,7 +378,7 @@ class Transaction:
     def _require(self, lease: str) -> float | None:
         verdict = self._judge(lease)
         if verdict.ended:
-            raise LeaseGone(f"lease {lease} has ended, and so have the entries bound to it")
+            raise lease_gone(lease)
         return verdict.remaining_s
 
     def _insert(
