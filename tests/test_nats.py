@@ -59,10 +59,14 @@ def test_a_url_that_cannot_work_is_refused(url: str, match: str) -> None:
 
 
 def test_errors_name_the_cause(nats: servers.Nats) -> None:
-    unused = servers.free_port()
-    unreachable = f"nats://127.0.0.1:{unused}?connect_timeout_s=0.5"
-    refused(unreachable, StoreUnavailable, f"127.0.0.1:{unused} cannot be reached")
     refused(f"{nats.url}/three?replicas=3", StoreUnusable, "replicas")
+
+
+async def test_servers_that_all_refuse_are_not_waited_for() -> None:
+    hosts = [f"{name}:{servers.free_port()}" for name in ("127.0.0.1", "localhost")]
+    with pytest.raises(StoreUnavailable, match=f"{hosts[0]}, {hosts[1]} cannot be reached"):
+        async with asyncio.timeout(30), opened(f"nats://{','.join(hosts)}?connect_timeout_s=60"):
+            pass
 
 
 class Without(servers.Nats):

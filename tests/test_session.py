@@ -661,6 +661,8 @@ with doyen.connect_blocking("memory://", ttl_s=1) as session:
         ("memory://", {"drift": 0.6}, "drift must be between 0 and 0.5, not 0.6"),
         ("zoo://", {}, "no store for zoo://; known schemes: .*memory.*sqlite"),
         ("doyen.db", {}, "'doyen.db' is not a store URL: it must start with a scheme"),
+        ("localhost:2379,h2:2379", {}, "without a scheme: write etcd://localhost:2379,h2:2379,"),
+        ("10.0.0.1:16379", {}, "without a scheme: write redis://10.0.0.1:16379, or the scheme of"),
         ("memory://x?ttl=5", {}, "memory:// has no option 'ttl'"),
     ],
 )

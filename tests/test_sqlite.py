@@ -520,7 +520,7 @@ async def test_nothing_is_written_after_the_disk_failed_to_confirm_a_write(
         connection.execute = Failing(
             connection.execute, "PRAGMA wal_ch", sqlite3.SQLITE_IOERR_FSYNC
         )
-        monkeypatch.setattr("doyen.stores.sqlite.database._SAVED_AFTER", 0)
+        monkeypatch.setattr("doyen.stores.sqlite.database._SAVE_AT_LATEST", 0)
         with suppress(StoreUnusable):  # the log is copied in vain, after this or before
             await store.put("k", b"v", if_version=None)
         for handle in (store, other):

@@ -125,7 +125,8 @@ def simulated(disk: Disk) -> Iterator[None]:
         patch.setattr(LocalConnection, "commit", noted_commit)
         patch.setattr(LocalConnection, "save", noted_save)
         patch.setattr(LocalConnection, "disconnect", noted_disconnect)
-        patch.setattr(database, "_SAVED_AFTER", 25)
+        patch.setattr(database, "_SAVE_AFTER", 25)
+        patch.setattr(database, "_SAVE_AT_LATEST", 250)
         patch.setattr(database, "_IDLE_S", 0.0)
         yield
 
@@ -334,8 +335,8 @@ async def test_numbers_are_reserved_and_saved_after_a_fork(
 ) -> None:
     """The connection may be closed between the answer and what follows it."""
     monkeypatch.setattr(tables, "BLOCK", 4)
-    monkeypatch.setattr(database, "_SAVED_AFTER", 1)
-    monkeypatch.setattr(database, "_SAVED_AT_LATEST", 1)
+    monkeypatch.setattr(database, "_SAVE_AFTER", 1)
+    monkeypatch.setattr(database, "_SAVE_AT_LATEST", 1)
     store = await opened(tmp_path / "doyen.db")
     post = DatabaseThread._post
 

@@ -340,6 +340,19 @@ def split_url(text: str) -> SplitResult:
     return urlsplit(f"{scheme}://{rest[len(netloc) :]}")._replace(netloc=netloc)
 
 
+_HOST_AND_PORT = re.compile(r"(?:[\w.-]+|\[[\da-f:]+\]):(\d+)(?=[/,?]|$)", re.IGNORECASE)
+_PORTS = {
+    "2181": "zookeeper",
+    "2379": "etcd",
+    "3306": "mysql",
+    "4222": "nats",
+    "5432": "postgresql",
+    "6379": "redis",
+    "7400": "doyen",
+    "8500": "consul",
+}
+"""The usual ports, and the schemes of their stores."""
+
 SECRET_USERS = ("doyen", "nats")
 """Schemes whose URLs have a secret in the place of the user."""
 
@@ -368,6 +381,13 @@ class StoreURL(Value):
 
         parts = split_url(text)
         parts = parts._replace(scheme=canonical_scheme(parts.scheme))
+        host = _HOST_AND_PORT.match(text) if parts.scheme not in _BUILT_IN else None
+        if host and parts.scheme not in (known := _known()):
+            scheme = _PORTS.get(host[1], "redis")
+            raise ConfigError(
+                f"the URL of the store is a host without a scheme: write {scheme}://{text}, or the"
+                f" scheme of another store; known schemes: {', '.join(known)}"
+            )
         if not parts.scheme:
             raise ConfigError(
                 f"{text!r} is not a store URL: it must start with a scheme,"

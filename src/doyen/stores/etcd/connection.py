@@ -20,6 +20,7 @@ import asyncio
 import math
 import os
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -424,6 +425,7 @@ def _translate(error: grpc.aio.AioRpcError, member: str) -> StoreError:
     details = error.details() or error.code().name.lower()
     # gRPC lists a chain of causes. The last is the most specific.
     reason = details.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    reason = re.sub(r"^ipv[46]:\S+: Failed to connect to remote host: ", "", reason)
     if any(phrase in details for phrase in _NOT_DONE):
         return StoreUnavailable(f"etcd at {member}: {reason}")
     if error.code() in _OUTCOME_UNKNOWN:

@@ -22,8 +22,8 @@ R = TypeVar("R")
 class Batches(Generic[Q, R]):
     """Passes requests to `send`, at most `most` in a batch and `in_flight` batches at a time.
 
-    `send` returns for each request its result, or an exception. If it is cancelled, it may have
-    learned that a server does not answer, so no other call begins before it has ended.
+    `send` returns a result or an exception for each request. After it was cancelled, it may have to
+    mark a server that does not answer, so no other call begins before it has ended.
     """
 
     def __init__(

@@ -8,8 +8,10 @@ answered may have been carried out (`OutcomeUnknown`). Without a connection noth
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import random
 import re
 from base64 import b64decode
@@ -40,6 +42,8 @@ PIPELINED = 64
 
 _CANCEL_AGAIN_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S, _LASTING_S = 0.1, 1.0, 5.0
+_REFUSED = os.strerror(errno.ECONNREFUSED)
+"""If all servers do, none is running: there is nothing to wait for."""
 _WRONG_LAST = (10071, 10164)
 _NO_MESSAGE = 10037
 _NO_STREAM = 10059
@@ -181,6 +185,8 @@ class JetStream:
         """The latest connection, even if it has ended."""
         self._error = ""
         """The last reason for which there was no connection."""
+        self._causes: set[str] = set()
+        """All reasons since they were last cleared."""
         self._reconnecting: asyncio.Task[None] | None = None
 
     @property
@@ -210,10 +216,13 @@ class JetStream:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    self._causes.clear()
                     try:
                         return await self._connect()
                     except (OSError, nats.errors.Error) as error:
                         self._failed(error)
+                    if self._causes == {_REFUSED}:
+                        raise StoreUnavailable(f"NATS at {where} cannot be reached: {_REFUSED}")
                     # A server that refuses a client closes the connection at once, so its reason
                     # arrives in some of the attempts only.
                     if "authorization" in self._error.lower():
@@ -243,6 +252,7 @@ class JetStream:
         """Keep the reason. `NoServersError` says only that all attempts failed."""
         if not isinstance(error, nats.errors.NoServersError):
             self._error = connect_cause(error) or self._error or "no response"
+            self._causes.add(self._error)
 
     async def _reconnect(self, connection: NatsConnection) -> None:
         """Replace the connection whenever it has ended."""

@@ -366,9 +366,7 @@ class ScriptRunner:
         how: Command = ("EVALSHA", _DIGESTS[script])
         try:
             for _ in range(_REDIRECTIONS):
-                connection = self._connection
-                if connection is None or not connection.open or connection.run != self._master.run:
-                    connection = await self.connected()
+                connection = await self.connected()
                 command: Command = (*how, *self._keys, connection.run, *given)
                 try:
                     return await connection.send(command, *wait), connection

@@ -20,7 +20,7 @@ from typing import Any
 from doyen.errors import ConfigError, StoreError, StoreUnavailable, StoreUnusable
 from doyen.events.log_lines import log_line
 from doyen.stores.kit import url as options
-from doyen.stores.kit.failover import ConnectionLost
+from doyen.stores.kit.failover import ConnectionLost, connect_cause
 from doyen.stores.kit.url import Host
 from doyen.stores.port import StoreURL
 from doyen.stores.sql.connection import (
@@ -301,7 +301,7 @@ def _tls(url: StoreURL) -> dict[str, Any]:
 
 def _connect_error(error: psycopg.Error, where: str) -> StoreError:
     """Why a connection failed. libpq gives no code for it, so the text of the error decides."""
-    cause = one_line(error)
+    cause = connect_cause(re.sub(r" Is the server running .+?\?", "", one_line(error)))
     if re.search(r"password|authentication|role .* does not exist|pg_hba", cause):
         return StoreUnusable(
             f"PostgreSQL at {where} refuses the login: {cause}; check the URL's user and password"

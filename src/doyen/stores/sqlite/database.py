@@ -43,12 +43,13 @@ __all__ = ["Database", "DatabaseThread"]
 T = TypeVar("T")
 
 _BATCH = 256
-_SAVED_AFTER, _SAVED_AT_LATEST = 100, 10
-"""After how many of its own commits a connection copies the log to the database, if nothing else is
-to be done; and after how many times as many in any case."""
+_SAVE_AFTER = 100
+"""After so many of its own commits a connection copies the log to the database as soon as it has
+been idle for `_IDLE_S`. The copy waits for the disk, and an operation that arrives meanwhile waits
+for the copy."""
 _IDLE_S = 1.0
-"""Nothing is to be done if there was no operation for this long. The copy waits for the disk, and
-an operation that arrives meanwhile waits for the copy."""
+_SAVE_AT_LATEST = 1000
+"""After so many it does not wait until it is idle."""
 _LATER_S = 0.001
 """How long an operation waits that is to share the transaction of the next."""
 
@@ -276,7 +277,7 @@ class DatabaseThread:
         return [first, *self._pending(_BATCH - 1)]
 
     def _next(self) -> _Operation | None:
-        if self._unsaved >= _SAVED_AFTER:
+        if self._unsaved >= _SAVE_AFTER:
             try:
                 return self._queue.get(timeout=_IDLE_S)
             except Empty:
@@ -367,7 +368,7 @@ class DatabaseThread:
                 self._write([], [], durable=True)
         except (sqlite3.Error, OSError, StoreError):
             self.connection.roll_back()
-        if self._unsaved >= _SAVED_AFTER * _SAVED_AT_LATEST:
+        if self._unsaved >= _SAVE_AT_LATEST:
             self._save()
 
     def _save(self) -> None:
