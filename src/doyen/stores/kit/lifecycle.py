@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
 from doyen._waiting import shared
-from doyen.errors import LeaseGone, StoreError, StoreUnusable
+from doyen.errors import LeaseGone, StoreError, StoreUnusable, TicketGone
 from doyen.events.log_lines import log_line
-from doyen.model import Lease
+from doyen.model import Entry, Lease
 from doyen.stores.port import Store
 
 log = logging.getLogger("doyen")
@@ -26,6 +26,13 @@ _CALLS = [name for name, call in vars(Store).items() if iscoroutinefunction(call
 _CALLS.remove("close")
 
 S = TypeVar("S", bound=Store)
+
+
+def ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """The ticket directly before this one, given both in reverse order."""
+    if not entries or entries[0].key != ticket.key:
+        raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
+    return entries[1] if len(entries) > 1 else None
 
 
 def lease_gone(lease: str) -> LeaseGone:

@@ -22,13 +22,12 @@ from doyen.errors import (
     OutcomeUnknown,
     StoreError,
     StoreUnusable,
-    TicketGone,
 )
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.expiry import LeaseRow
-from doyen.stores.kit.lifecycle import GuardedStore, lease_gone
+from doyen.stores.kit.lifecycle import GuardedStore, ahead_of, lease_gone
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.redis.connection import (
@@ -139,7 +138,7 @@ class RedisStore(GuardedStore):
         creation = Creation(bool(won), present[0])
         try:
             tickets = await self._judged(line, connection)
-            ahead = await self.ahead(ticket) if tickets is None else _ahead_of(ticket, tickets)
+            ahead = await self.ahead(ticket) if tickets is None else ahead_of(ticket, tickets)
             others = await self._judged(found, connection)
             entry = await self.get(other) if others is None else next(iter(others), None)
         except StoreError as error:
@@ -191,7 +190,7 @@ class RedisStore(GuardedStore):
         return self._entry(rows[0], connection)[0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        return _ahead_of(ticket, await self._entries("last two", *_until(ticket)))
+        return ahead_of(ticket, await self._entries("last two", *_until(ticket)))
 
     async def get(self, key: str) -> Entry | None:
         return next(iter(await self._entries("get", key)), None)
@@ -334,10 +333,3 @@ def _under(prefix: str) -> tuple[str, str]:
 def _until(ticket: Entry) -> tuple[str, str]:
     """The bounds of the paths of a line up to this ticket."""
     return f"({ticket.key.rpartition('/')[0]}/", f"[{ticket.key}"
-
-
-def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The ticket directly before this one, given both in reverse order."""
-    if not entries or entries[0].key != ticket.key:
-        raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
-    return entries[1] if len(entries) > 1 else None

@@ -20,12 +20,12 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from doyen.errors import ConfigError, StoreError, StoreUnusable, TicketGone
+from doyen.errors import ConfigError, StoreError, StoreUnusable
 from doyen.events import LeaseEnded
 from doyen.model import Entry, Lease, Version
 from doyen.stores.kit.batches import Batches, one_by_one
 from doyen.stores.kit.expiry import LeaseRow
-from doyen.stores.kit.lifecycle import GuardedStore, lease_gone
+from doyen.stores.kit.lifecycle import GuardedStore, ahead_of, lease_gone
 from doyen.stores.kit.observer import LeaseObserver, Survey
 from doyen.stores.port import Capabilities, Context, Creation, Looked, Watch
 from doyen.stores.sql.connection import Given, Row, SqlConnection, text_of
@@ -240,7 +240,7 @@ class RelationalStore(GuardedStore):
             return await super().create_and_look(key, value, lease, ticket, other)
         creation = Creation(won, present[0])
         try:
-            ahead = _ahead_of(ticket, await self._entries("ahead", _until(ticket), line))
+            ahead = ahead_of(ticket, await self._entries("ahead", _until(ticket), line))
             entries = await self._entries("get", {"path": other}, found)
         except StoreError as error:
             return Looked(creation, failure=error)
@@ -323,7 +323,7 @@ class RelationalStore(GuardedStore):
         return self._judged(rows)[1][0]
 
     async def ahead(self, ticket: Entry) -> Entry | None:
-        return _ahead_of(ticket, await self._entries("ahead", _until(ticket)))
+        return ahead_of(ticket, await self._entries("ahead", _until(ticket)))
 
     async def get(self, key: str) -> Entry | None:
         return next(iter(await self._entries("get", {"path": key})), None)
@@ -486,10 +486,3 @@ def _under(prefix: str) -> dict[str, str]:
 def _until(ticket: Entry) -> dict[str, str]:
     """The bounds of the paths of a line up to this ticket."""
     return {"first": ticket.key.rpartition("/")[0] + "/", "ticket": ticket.key}
-
-
-def _ahead_of(ticket: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The ticket directly before this one, given both in reverse order."""
-    if not entries or entries[0].key != ticket.key:
-        raise TicketGone(f"the ticket {ticket.key} is no longer in the line")
-    return entries[1] if len(entries) > 1 else None
