@@ -168,14 +168,14 @@ class Connection:
                     await asyncio.sleep(before_s)
                 if not self.ignores_requests:
                     self.send(do(), after_s)
-            case LostCall(told=told):
+            case LostCall(raises=raises):
                 self._silent_in = self._silent_out = True
-                if told:
+                if raises:
                     self.close()
-            case Unanswered(told=told):
+            case Unanswered(raises=raises):
                 do()
                 self._silent_out = True
-                if told:
+                if raises:
                     self.close()
             case Stray(after_s=after_s):
                 self._loop.call_later(after_s, do)

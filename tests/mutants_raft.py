@@ -37,8 +37,8 @@ class VotesBeforeWriting(Raft):
 class CountsItselfBeforeWriting(Raft):
     """2, of a candidate's own vote."""
 
-    def _stand(self, *, transfer: bool) -> None:
-        super()._stand(transfer=transfer)
+    def _become_candidate(self, *, transfer: bool) -> None:
+        super()._become_candidate(transfer=transfer)
         assert self._campaign is not None
         self._campaign.token = 0
         self._out[:] = [
@@ -127,7 +127,7 @@ class ReadsBeforeCommitting(Raft):
 
     def _lead(self) -> None:
         super()._lead()
-        self._opening = 0
+        self._first_index = 0
 
 
 class ReadsWithoutRounds(Raft):
@@ -140,7 +140,7 @@ class ReadsWithoutRounds(Raft):
 class ListensToEveryCampaign(Raft):
     """11: a server that hears a leader does not ignore a campaign."""
 
-    def _content(self) -> bool:
+    def _hears_leader(self) -> bool:
         return False
 
 
@@ -162,8 +162,8 @@ class DropsStalePreVotes(Raft):
 class KeepsItsLeader(Raft):
     """14: a pre-candidate still holds on to the leader it wants to replace."""
 
-    def _content(self) -> bool:
-        return self._now - self._heard < self.settings.election_timeout_s or super()._content()
+    def _hears_leader(self) -> bool:
+        return self._now - self._heard < self.settings.election_timeout_s or super()._hears_leader()
 
 
 class _TrustingLog(RaftLog):

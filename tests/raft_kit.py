@@ -86,7 +86,7 @@ def leading(
     now = core.next_deadline
     core.handle(Elapsed(), now)
     for voter in membership.voters:
-        if voter != "a" and core._campaign is not None and not core._campaign.standing:
+        if voter != "a" and core._campaign is not None and core._campaign.pre_vote:
             hear(core, PreVoteReply(core.generation + 1, True), voter, now)
     write(core, now)
     for voter in membership.voters:

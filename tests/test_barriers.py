@@ -250,7 +250,7 @@ def those_who_passed_count_again(patch: pytest.MonkeyPatch) -> None:
     """Tickets that stand after their parties have passed count for the next time."""
     release = _Party._release
 
-    async def forget(self: _Party, state: object, those: list[str], standing: set[str]) -> None:
+    async def forget(self: _Party, state: object, those: list[str], waiting: set[str]) -> None:
         await release(self, state, those, set())  # type: ignore[arg-type]
 
     patch.setattr(_Party, "_release", forget)

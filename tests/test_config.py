@@ -231,7 +231,7 @@ async def test_an_unknown_outcome_is_resolved_by_reading(place: Place) -> None:
     faults = Faults()
     config = (await place.open(faults)).config("limits")
     await config.set(0)
-    lost: list[Fault] = [Unanswered(), Unanswered(told=True), LostCall(), LostCall(told=True)]
+    lost: list[Fault] = [Unanswered(), Unanswered(raises=True), LostCall(), LostCall(raises=True)]
     for n, fault in enumerate(lost):
         faults.next("put", fault)
         document = await config.set(f"value {n}")
@@ -277,9 +277,9 @@ async def test_unavailable_means_that_nothing_was_written(place: Place) -> None:
 
     for operation, fault in (
         ("get", RefusedCall()),
-        ("get", LostCall(told=True)),
+        ("get", LostCall(raises=True)),
         ("put", RefusedCall()),
-        ("put", Unanswered(told=True)),
+        ("put", Unanswered(raises=True)),
         ("put", LostCall()),
     ):
         forget_copy()
@@ -287,7 +287,7 @@ async def test_unavailable_means_that_nothing_was_written(place: Place) -> None:
         with pytest.raises(StoreUnavailable):
             await session.config("limits").set(2)
     forget_copy()
-    faults.next("put", Stray(after_s=0.0), LostCall(told=True))
+    faults.next("put", Stray(after_s=0.0), LostCall(raises=True))
     faults.next("get", Stray(after_s=0.0), Stray(after_s=0.0), *[LostCall()] * 50)
     with pytest.raises(OutcomeUnknown, match="did not tell whether version 2"):
         await session.config("limits").set(2)

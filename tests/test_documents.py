@@ -54,7 +54,7 @@ async def test_an_unknown_outcome_is_resolved_by_reading(place: Place) -> None:
     faults = Faults()
     here = await document(place, faults)
     last = None
-    for fault in (Unanswered(), Unanswered(told=True), LostCall(), LostCall(told=True)):
+    for fault in (Unanswered(), Unanswered(raises=True), LostCall(), LostCall(raises=True)):
         faults.next("put", fault)
         last = await here.write({"fault": str(fault)}, expect=last)
         assert await here.read() == last

@@ -89,8 +89,8 @@ async def test_an_unanswered_call_waits_until_it_is_cancelled(
     ("fault", "error", "done"),
     [
         (RefusedCall(), StoreUnavailable, False),
-        (LostCall(told=True), OutcomeUnknown, False),
-        (Unanswered(told=True), OutcomeUnknown, True),
+        (LostCall(raises=True), OutcomeUnknown, False),
+        (Unanswered(raises=True), OutcomeUnknown, True),
     ],
 )
 @faulty

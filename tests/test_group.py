@@ -197,7 +197,13 @@ async def _stay(session: Session, name: str, **options: Any) -> None:
 
 @virtual
 async def test_unknown_outcomes_leave_one_entry_and_then_none(place: Place) -> None:
-    for fault in (Unanswered(), LostCall(), Unanswered(told=True), RefusedCall(), Stray(after_s=4)):
+    for fault in (
+        Unanswered(),
+        LostCall(),
+        Unanswered(raises=True),
+        RefusedCall(),
+        Stray(after_s=4),
+    ):
         faults = Faults()
         session = place.session(faults)
         async with session:

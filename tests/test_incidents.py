@@ -207,9 +207,9 @@ def late_callback_counts(patch: pytest.MonkeyPatch) -> None:
         begin(self, *given)
         self.keepalive.on_loss(object(), partial(lose, self.settings.name))
 
-    def lose(name: str, reason: str) -> None:
+    def lose(name: str) -> None:
         if name in terms:
-            terms[name]._lose(reason)
+            terms[name]._lose("the lease of an earlier attempt was lost")
 
     def remember(self: Leading, *given: Any) -> None:
         lead(self, *given)
@@ -591,7 +591,7 @@ async def test_a_second_claim_on_the_same_session_does_not_stack(place: Place) -
             pass
 
 
-@pytest.mark.parametrize("fault", [Unanswered(), Unanswered(told=True), Stray(after_s=3.0)])
+@pytest.mark.parametrize("fault", [Unanswered(), Unanswered(raises=True), Stray(after_s=3.0)])
 @pytest.mark.parametrize("operation", ["create", "enqueue"])
 @pytest.mark.parametrize("giving_up", ["wait_s", "timeout"])
 @broken_by(traces_left)
@@ -620,7 +620,7 @@ async def test_a_claim_given_up_unanswered_leaks_nothing(
             pass
 
 
-@pytest.mark.parametrize("fault", [RefusedCall(), Unheard(), Unheard(told=True), Unanswered()])
+@pytest.mark.parametrize("fault", [RefusedCall(), Unheard(), Unheard(raises=True), Unanswered()])
 @broken_by(failed_renewal_ends_renewing)
 async def test_one_failed_renewal_is_not_the_last(place: Place, fault: Any) -> None:
     """redisson#775: after one failed renewal the next was never scheduled."""

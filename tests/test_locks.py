@@ -14,7 +14,7 @@ import doyen
 from candidates import Capture, following
 from doyen import LeadershipLost, OrderFailed, Session, Term
 from doyen.cli import main
-from doyen.election.candidate import entered_terms
+from doyen.election.candidate import entered_campaigns
 from doyen.errors import ConfigError
 from doyen.events import Elected, Lost
 from doyen.model import Leader
@@ -246,7 +246,7 @@ async def test_a_task_whose_locks_are_released_by_others_keeps_nothing(place: Pl
         await lock.acquire()
         await asyncio.create_task(lock.release())
     async with lock:
-        assert len(entered_terms.get()) == 1
+        assert len(entered_campaigns.get()) == 1
 
 
 @virtual

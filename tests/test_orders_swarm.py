@@ -461,7 +461,7 @@ def successor_enters_without_the_record(patch: pytest.MonkeyPatch) -> None:
         attempt = self.attempt
         if not self.succession.order:
             return await create(self)
-        claim, lease = attempt.claim(), attempt.keepalive.lease
+        claim, lease = attempt.ticket_value(), attempt.keepalive.lease
         won, entry = await attempt.write(
             attempt.core.store.create(attempt.record_key, claim, lease)
         )

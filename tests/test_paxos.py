@@ -76,7 +76,7 @@ def test_no_two_servers_share_a_ballot() -> None:
         for seen in range(20):
             core = one(name)
             core._seen = seen
-            core._stand()
+            core._become_candidate()
             assert core.generation > seen
             assert core.leader_of(core.generation) == name
             ballots.add((name, core.generation))

@@ -282,7 +282,7 @@ def test_every_role_and_message(make: Callable[[], Raft], shift: int) -> None:
             continue
         message = msgspec.structs.replace(sample, generation=generation)
         before = facts(core)
-        content = core._content()
+        content = core._hears_leader()
         try:
             effects = hear(core, message, "b", core._now)
         except InvariantBroken:

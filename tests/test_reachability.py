@@ -257,7 +257,7 @@ async def test_a_machine_that_was_suspended_in_a_bad_moment_tells_nothing(
     seen = Seen(looking.observe("e"))
     await until(lambda: seen.items)
     checks = len(faults.trace)
-    faults.next("get", LostCall(told=moment != "while a check is under way"))
+    faults.next("get", LostCall(raises=moment != "while a check is under way"))
     await until(lambda: len(faults.trace) > checks)
     await asyncio.sleep(0.01)
     place.clock.suspend(3600.0)

@@ -157,11 +157,11 @@ async def test_a_refresh_shares_the_transaction_of_those_who_were_notified(tmp_p
         queue = _Recording(store._database.thread._queue)
         store._database.thread._queue = cast(Any, queue)
         (tag,) = store._watches._by_tag
-        store._watches._refresh({tag: "k"}, again=False)
+        store._watches._refresh({tag: "k"}, notify=False)
         assert queue.puts == []
         assert await store.get("k") is None
         assert [each.writes for each in queue.puts] == [True, False]
-        store._watches._refresh({tag: "k"}, again=False)
+        store._watches._refresh({tag: "k"}, notify=False)
         async with asyncio.timeout(10):
             while len(queue.puts) == 2:  # noqa: ASYNC110 - nobody reads, so a timer submits it
                 await asyncio.sleep(0.001)

@@ -146,11 +146,7 @@ def test_every_end_is_final(first: str, second: str) -> None:
     body that ended first counts as kept."""
     clock = VirtualClock()
     keepalive, term = keepalive_and_term(clock)
-
-    def lease_lost(reason: str) -> None:
-        term._lose(reason)
-
-    keepalive.on_loss("candidacy", lease_lost)
+    keepalive.bind(term)
     ends: list[TermState] = []
     term.on_end(lambda: ends.append(term.state))
     for step in (first, second):
@@ -225,9 +221,9 @@ def test_the_scope_of_the_body_learns_first_that_the_term_is_over() -> None:
     """It registers last. The others wake doyen's thread, which would then compete with this one."""
     keepalive, term = keepalive_and_term(VirtualClock())
     told: list[str] = []
-    keepalive.on_loss("attempt", lambda reason: told.append("attempt"))
+    keepalive.on_loss("attempt", lambda: told.append("attempt"))
     term.on_end(lambda: told.append("leader"))
     term.on_end(lambda: told.append("scope"))
-    keepalive.on_loss("term", term._lose)
+    keepalive.bind(term)
     keepalive.lose("gone")
     assert told == ["scope", "leader", "attempt"]

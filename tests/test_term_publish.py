@@ -96,9 +96,9 @@ async def test_what_cannot_be_published_is_refused_before_anything_is_sent(place
     "fault",
     [
         LostCall(),
-        LostCall(told=True),
+        LostCall(raises=True),
         Unanswered(),
-        Unanswered(told=True),
+        Unanswered(raises=True),
         RefusedCall(),
         Stray(after_s=REQUEST_S * 1.5),
     ],

@@ -98,7 +98,7 @@ async def test_a_new_leader_and_its_resignation_are_seen_at_once(place: Place) -
             assert row.current is not None
             began = place.clock.wall()
         await until(lambda: row.record is None, 0.1)
-        assert terms(hub) == [("a", "let go")]
+        assert terms(hub) == [("a", "released")]
         assert row.terms[0].until == pytest.approx(began, abs=0.1)
 
 
@@ -417,7 +417,7 @@ async def test_terms_before_the_page_was_opened_come_from_the_trail(place: Place
             hub.board.open_page().show(["elections/e"])
             await until(lambda: len(hub.board.rows["elections/e"].terms) == 2)
             first, second = hub.board.rows["elections/e"].terms
-            assert (first.name, first.cause) == ("a", "let go")
+            assert (first.name, first.cause) == ("a", "released")
             assert first.until is not None
             assert first.until == pytest.approx(first.since + 100, abs=0.1)
             assert second.since == pytest.approx(first.until + 5, abs=0.1)
@@ -514,14 +514,14 @@ def record(token: int, name: str = "a") -> Entry:
 @pytest.mark.parametrize(
     ("lease", "order", "cause"),
     [
-        (LeaseSight(4.0, 100.0, 5.0), None, "let go"),
+        (LeaseSight(4.0, 100.0, 5.0), None, "released"),
         (LeaseSight(0.2, 100.0, 5.0), None, "expired"),
         (LeaseSight(2.0, 98.0, 5.0), None, "expired"),
         (LeaseSight(4.0, 90.0, 5.0), None, "ended"),  # it may have been renewed since
         (LeaseSight(4.0, 100.0, 5.0, "died"), None, "died"),
         (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops"), "resigned"),
         (LeaseSight(4.0, 100.0, 5.0), Order(7, "ops", "b-1"), "transferred"),
-        (LeaseSight(4.0, 100.0, 5.0), Order(6, "ops"), "let go"),
+        (LeaseSight(4.0, 100.0, 5.0), Order(6, "ops"), "released"),
         (None, None, "ended"),
     ],
 )
@@ -567,20 +567,20 @@ def test_a_leader_whose_lease_was_not_looked_at_and_that_recorded_no_end() -> No
 
 
 def test_a_leader_whose_lease_was_ended_for_it_was_killed() -> None:
-    """A warden ends the lease of a process that was killed, which looks as if it had let go. But it
-    has not recorded its end."""
+    """A warden ends the lease of a process that was killed, which looks as if it had resigned. But
+    it has not recorded its end."""
     row = ElectionRow("elections", "e")
     row.look(record(7), [], None, 50.0, first=False)
     row.look(record(9, "b"), [], None, 60.0, first=False, lease=LeaseSight(4.0, 59.9, 5.0))
     cut_off = [PastTerm("a", 7, 50.0), PastTerm("b", 9, 60.0)]
     assert not row.learn(recorded_terms(cut_off)), "it may still be writing"
-    assert row.terms[0].cause == "let go"
+    assert row.terms[0].cause == "released"
     assert row.learn(recorded_terms(cut_off), settled=True)
     assert (row.terms[0].cause, row.terms[0].until) == ("died", 60.0)
     assert "recorded no end" in row.terms[0].why
     written = [PastTerm("a", 7, 50.0, 59.99, "resigned"), PastTerm("b", 9, 60.0)]
     assert row.learn(recorded_terms(written), settled=True)
-    assert (row.terms[0].cause, row.terms[0].until) == ("let go", 59.99)
+    assert (row.terms[0].cause, row.terms[0].until) == ("released", 59.99)
 
 
 def test_an_audit_log_tells_when_and_why(tmp_path: Path) -> None:

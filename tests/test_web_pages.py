@@ -399,7 +399,7 @@ ALIGNED = """() => {
 }"""
 DRAWN = """async tolerance => {
     const { drawLane } = await import('/assets/timeline.js'), lane = document.createElement('div');
-    const terms = [['a', 1, 0, 10.02, 'expired', '', true], ['b', 2, 10, 20, 'let go', '', true]];
+    const terms = [['a', 1, 0, 10.02, 'expired', '', true], ['b', 2, 10, 20, 'released', '', true]];
     drawLane(lane, terms, { from: 0, to: 30, known: 30, tolerance }, 300);
     return ['.upper', '.g'].map(each => lane.querySelectorAll(each).length);
 }"""

@@ -68,6 +68,11 @@ class Term:
                 await pay_next_invoice(fencing_token=term.token)
     """
 
+    __slots__ = (
+        *("__weakref__", "_deadline", "_keepalive", "_kind", "_listeners", "_now", "_publisher"),
+        *("_state", "election", "ended_at", "meta", "name", "reason", "slot", "token"),
+    )
+
     def __init__(
         self,
         *,
@@ -211,13 +216,13 @@ class Term:
         """For supervisors: processes are about to be started that may outlive this one. Until they
         have ended, neither the record of this term is deleted nor its lease revoked. Returns the
         number of this run, 0 without a warden."""
-        self._keepalive.run_begins(self)
+        self._keepalive.runs.begin(self)
         return self._keepalive.warding.run_begins()
 
     def _run_ended(self, run: int) -> None:
         """For supervisors: none of the processes of this run is alive."""
         self._keepalive.warding.run_ended(run)
-        self._keepalive.run_ended(self)
+        self._keepalive.runs.end(self)
 
     @property
     def _what(self) -> str:

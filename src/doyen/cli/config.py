@@ -270,12 +270,12 @@ async def _watch(args: argparse.Namespace) -> None:
             at = datetime.now().astimezone()
             if args.json:
                 seen_at = at.isoformat(timespec="milliseconds")
-                print_json({"seen_at": seen_at, **_told(args.name, change)})
+                print_json({"seen_at": seen_at, **_change_as_dict(args.name, change)})
             else:
                 console().print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], _text(args.name, change))
 
 
-def _told(name: str, change: Change[Any]) -> dict[str, Any]:
+def _change_as_dict(name: str, change: Change[Any]) -> dict[str, Any]:
     from doyen.manage.config import ConfigDocument, Missed
 
     if isinstance(change, ConfigDocument):

@@ -359,8 +359,8 @@ class _StderrReporter(logging.Handler):
         self._manager = manager
         self._role = ""
         self._least = logging.DEBUG if verbose else logging.WARNING
-        self._told = False
-        """It was said that the candidate waits, or that it has lost its term."""
+        self._announced = False
+        """The user has read that the candidate waits, or that it has lost its term."""
         self._as_json = as_json
         self._loop = asyncio.get_running_loop()
         self._logger = logging.getLogger("doyen")
@@ -415,10 +415,10 @@ class _StderrReporter(logging.Handler):
             return level >= logging.WARNING
         shown = level >= self._least
         if isinstance(record.event, Waiting) or (isinstance(record.event, Lost) and shown):
-            self._told = True
+            self._announced = True
             return True
-        if isinstance(record.event, Elected) and self._told:
-            self._told = False
+        if isinstance(record.event, Elected) and self._announced:
+            self._announced = False
             return True
         return shown
 

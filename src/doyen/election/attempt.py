@@ -66,6 +66,12 @@ class Wakeup:
 class Attempt:
     """One attempt on one lease. Used on doyen's loop."""
 
+    __slots__ = (
+        *("_ended", "_since", "_updating", "_watch", "core", "id", "in_doubt", "in_turn"),
+        *("keepalive", "markers", "on_change", "record", "record_key", "record_keys", "settings"),
+        *("slot", "ticket", "wakeup"),
+    )
+
     def __init__(self, core: SessionCore, settings: CampaignSettings, keepalive: Keepalive) -> None:
         self.core = core
         self.settings = settings
@@ -77,13 +83,13 @@ class Attempt:
         self.record_keys: tuple[str, ...] = ()
         """Keys at which this attempt may have created its record: several for a semaphore."""
         if settings.kind != "semaphores":
-            self.claims(None)
+            self.choose_slot(None)
         self.ticket: Entry | None = None
         self.in_turn = settings.kind == "semaphores"  # a slot is taken without a ticket
         """No ticket was ahead when the record was created, as far as is known."""
         self.record: Entry | None = None
         self._since = 0.0
-        self.markers: dict[str, None] = {}
+        self.markers: tuple[str, ...] = ()
         """Keys at which this attempt may have written an order or a ready marker."""
         self.in_doubt = False
         """The outcome of a write is unknown."""
@@ -96,10 +102,7 @@ class Attempt:
         self._watch: Watch | None = None
         self._ended = False
         keepalive.attempts.add(self.id)
-        keepalive.on_loss(self, self._lease_lost)
-
-    def _lease_lost(self, reason: str) -> None:
-        self.core.runtime.post(self.wakeup.wake)
+        keepalive.on_loss(self, self.wakeup.wake)
 
     @property
     def label(self) -> str:
@@ -108,14 +111,14 @@ class Attempt:
             self.settings.election if self.slot is None else f"{self.settings.election}/{self.slot}"
         )
 
-    def claims(self, slot: int | None) -> None:
+    def choose_slot(self, slot: int | None) -> None:
         """The record to create is that of `slot`; None if this is not a semaphore."""
         self.slot = slot
         self.record_key = leader_key(self.label, self.settings.kind)
         if self.record_key not in self.record_keys:
             self.record_keys += (self.record_key,)
 
-    def claim(self) -> bytes:
+    def ticket_value(self) -> bytes:
         """The value of this attempt's ticket."""
         return self._claim(None).encode()
 
@@ -185,14 +188,15 @@ class Attempt:
 
     async def write_marker(self, key: str, value: bytes) -> Entry:
         """Create an order or a ready marker, and return the entry that is at its key then."""
-        self.markers[key] = None
+        if key not in self.markers:
+            self.markers += (key,)
         store = self.core.store
         return (await self.write(store.create(key, value, self.keepalive.lease))).entry
 
     async def remove_markers(self) -> None:
         """Delete this attempt's orders and ready markers. While a write may still be carried out,
         their keys are kept, to be looked at again the next time."""
-        for key in list(self.markers):
+        for key in self.markers:
             entry = await self.get(key)
             if entry is not None and entry.lease == self.keepalive.lease.id:
                 order = Order.decode(entry.value)
@@ -200,7 +204,7 @@ class Attempt:
                     store = self.core.store
                     await self.core.call(store.delete(key, if_version=entry.version))
             if not self.in_doubt:
-                self.markers.pop(key, None)
+                self.markers = tuple(each for each in self.markers if each != key)
 
     async def watch_record(self) -> bool:
         """Watch the record and what is below it, until the attempt ends. False if it was watched
@@ -284,8 +288,8 @@ class Attempt:
             await self._until_taken(lambda: self.ahead(ticket))
 
     async def _until_taken(self, successor: Callable[[], Awaitable[Entry | None]]) -> None:
-        """Wait until somebody has the record, for one request timeout, and as long as there is a
-        successor."""
+        """Wait until another attempt has the record, for one request timeout, and as long as there
+        is a successor."""
         until = asyncio.get_running_loop().time() + self.core.calls.timing.request_timeout_s
         while True:
             self.wakeup.woken = False
@@ -328,8 +332,8 @@ class Attempt:
 
     async def leave_line(self) -> None:
         """Delete the ticket and keep the record, as the holder of a slot does. After an unknown
-        outcome, further tickets and records of this attempt are looked for, for one ttl: nobody
-        else would remove them while this session lives."""
+        outcome, further tickets and records of this attempt are looked for, for one ttl:
+        while this session lives, they would not expire."""
         core, keepalive = self.core, self.keepalive
         doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
         while keepalive.lost_because is None and not self._ended:

@@ -4,10 +4,11 @@
     ...
     candidate.close()
 
-The body of a term lasts from the call of `on_elected` to the return of `on_lost`, so nobody else is
-elected while the work is being stopped, unless that takes longer than the stop budget. `on_lost` is
-called once for each `on_elected`, whatever ended the term. Then the candidate campaigns again,
-until it is closed. A callback that raises is logged; if it is `on_elected`, the term ends.
+The body of a term lasts from the call of `on_elected` to the return of `on_lost`, so no other
+candidate is elected while the work is being stopped, unless that takes longer than the stop budget.
+`on_lost` is called once for each `on_elected`, whatever ended the term. Then the candidate
+campaigns again, until it is closed. A callback that raises is logged; if it is `on_elected`, the
+term ends.
 """
 
 from __future__ import annotations

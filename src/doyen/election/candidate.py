@@ -19,7 +19,7 @@ may always claim.
 A candidate that is woken is almost always the next. So it creates the record in the same moment as
 it looks whether it is its turn, and a handover takes one round trip less. If it was not, because a
 candidate of higher priority has joined meanwhile, it deletes the record again, and has not led. A
-leader that lets in a successor keeps its ticket until then, so that nobody else is woken.
+leader that lets in a successor keeps its ticket until then, so that no other candidate is woken.
 
 What is kept when outcomes are unknown, and when a record may be deleted, is in `attempt`; what a
 leader watches and obeys, in `leader`. To fail to be elected raises: no body is ever entered without
@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import math
 from contextvars import ContextVar
+from functools import partial
 
 from doyen.election.attempt import Attempt, Wakeup
 from doyen.election.core import SessionCore
@@ -54,12 +55,11 @@ from doyen.model import HAS, Claim, Entry, Order, line_key, order_key
 from doyen.stores.port import Creation, Watch
 from doyen.term import Term, TermState
 
-__all__ = ["Candidacy", "entered_terms"]
+__all__ = ["Candidacy", "entered_campaigns"]
 
-entered_terms: ContextVar[tuple[tuple[Term, SessionCore, CampaignSettings], ...]] = ContextVar(
-    "doyen_entered", default=()
-)
-"""The terms that the calling scope is in. A nested campaign for one of them would never end."""
+entered_campaigns: ContextVar[tuple[Candidacy, ...]] = ContextVar("doyen_entered", default=())
+"""The campaigns in whose terms the calling scope is. One more for the same election would never
+end."""
 
 
 class _Withdrawn(Exception):
@@ -83,18 +83,18 @@ class Claiming:
         self._giving_back = False
         """The deletion of the record was sent, or is to be. This attempt must not lead with it: an
         unanswered deletion may be carried out at any time."""
-        self._behind: Watch | None = None
+        self._ahead_watch: Watch | None = None
         """The watch of the ticket that was ahead. It is closed once the next requests are sent."""
 
     def close(self) -> None:
         """Stop watching."""
         self.succession.close()
-        self._close_behind()
+        self._close_ahead_watch()
 
-    def _close_behind(self) -> None:
-        if self._behind is not None:
-            self._behind.close()
-            self._behind = None
+    def _close_ahead_watch(self) -> None:
+        if self._ahead_watch is not None:
+            self._ahead_watch.close()
+            self._ahead_watch = None
 
     async def win(self) -> Entry:
         """Wait in line and claim the record until it is this attempt's own."""
@@ -121,7 +121,7 @@ class Claiming:
     async def _join(self) -> None:
         """Take a ticket, unless the attempt has one or needs none."""
         attempt, settings = self.attempt, self.attempt.settings
-        waits_in_line = settings.recipe == "line" and attempt.core.limits.has_line
+        waits_in_line = settings.recipe == "line" and attempt.core.capabilities.has_line
         if not waits_in_line or attempt.ticket is not None:
             return
         store, line = attempt.core.store, line_key(settings.election, settings.kind)
@@ -129,7 +129,7 @@ class Claiming:
         if attempt.ticket is None:
             ticket = await attempt.write(
                 store.enqueue(
-                    line, attempt.claim(), attempt.keepalive.lease, rank=settings.priority
+                    line, attempt.ticket_value(), attempt.keepalive.lease, rank=settings.priority
                 )
             )
             # An earlier enqueue may have been carried out since. A candidate that joined between
@@ -154,7 +154,7 @@ class Claiming:
         try:
             ahead, order = await self._look()
         finally:
-            self._close_behind()
+            self._close_ahead_watch()
         attempt.in_turn = ahead is None
         creation = self._creation
         has_record = creation is not None and self._is_ours(creation)
@@ -210,7 +210,7 @@ class Claiming:
         return creation.won or self.attempt.is_mine(creation.entry)
 
     async def _give_back(self) -> None:
-        """It is another's turn: delete the record, with which nobody has led."""
+        """It is another's turn: delete the record, with which this attempt has not led."""
         if self.attempt.record is not None:
             await self.attempt.core.deletions.delete(self.attempt.record)
         self.attempt.record = None
@@ -236,9 +236,9 @@ class Claiming:
             self._woken = is_next and not core.calls.failing
             attempt.wakeup.wake()
 
-        self._close_behind()
-        self._behind = await core.call(core.store.watch(ahead.key, notified))
-        if core.limits.layout and is_foreign(ahead):
+        self._close_ahead_watch()
+        self._ahead_watch = await core.call(core.store.watch(ahead.key, notified))
+        if core.capabilities.layout and is_foreign(ahead):
             await attempt.watch_record()  # to notice the term of each foreign leader
         if await attempt.get(ahead.key) is not None:
             self._woken = False
@@ -280,7 +280,7 @@ class Claiming:
         takes_orders = attempt.ticket is not None and attempt.settings.kind != "semaphores"
         if takes_orders and await self.succession.watch():
             return
-        if core.limits.layout and is_foreign(entry):
+        if core.capabilities.layout and is_foreign(entry):
             await self._report_foreign()
         name = Claim.decode(entry.value).name
         where = "leads" if entry.key == attempt.record_key else "is ahead in line"
@@ -349,6 +349,11 @@ class Claiming:
 class Candidacy:
     """One campaign on doyen's loop: its deadline, what it waits for, and its current state."""
 
+    __slots__ = (
+        *("_admitted", "_claiming", "_claiming_type", "_deadline", "_leading", "_left"),
+        *("behind", "core", "deferral", "error", "foreign", "known_leader", "settings"),
+    )
+
     def __init__(
         self,
         core: SessionCore,
@@ -360,24 +365,24 @@ class Candidacy:
         if core.closed:
             raise SessionClosed(core.closed)
         held = [
-            term
-            for term, where, other in entered_terms.get()
-            if where is core
-            and (other.election, other.kind) == (settings.election, settings.kind)
-            and term.state in (TermState.LEADER, TermState.UNSURE)
+            each.term
+            for each in entered_campaigns.get()
+            if each.core is core
+            and each.settings.election == settings.election
+            and each.settings.kind == settings.kind
+            and each.term.state in (TermState.LEADER, TermState.UNSURE)
         ]
         if len(held) >= settings.slots:
             raise AlreadyCampaigning(
                 f"{held[0].name!r} already {HAS[settings.kind]} {settings.election!r} in this scope"
                 " and session: a second campaign would wait for the first without end"
             )
-        self._claims = claiming
-        self._core = core
-        self._settings = settings
+        self._claiming_type = claiming
+        self.core = core
+        self.settings = settings
         self._claiming: Claiming | None = None
         self._leading: Leading | None = None
         self._left = False
-        self._eligibility = Wakeup()
         self._deadline = math.inf
         """When to give up, on the loop's clock."""
         self._admitted = False
@@ -393,9 +398,15 @@ class Candidacy:
         self.deferral: tuple[str, float] | None = None
         """The lease of the order to whose successor this candidate gives way, and until when."""
 
+    @property
+    def term(self) -> Term:
+        """The term, once elected."""
+        assert self._leading is not None
+        return self._leading.term
+
     async def win(self) -> Term:
         """Campaign until elected. Raises `NotElected` after `wait_s`, and leaves the line then."""
-        core, settings = self._core, self._settings
+        core, settings = self.core, self.settings
         limit = None
         if settings.wait_s is not None:
             self._deadline = asyncio.get_running_loop().time() + settings.wait_s
@@ -410,14 +421,14 @@ class Candidacy:
                 try:
                     if claiming is None or claiming.attempt.keepalive.lose_if_expired():
                         async with asyncio.timeout_at(limit):
-                            if settings.stall_after_s is None and not core.limits.layout:
+                            if settings.stall_after_s is None and not core.capabilities.layout:
                                 keepalive = await core.leases.shared()
                             else:
                                 keepalive = await core.leases.own(settings.stall_after_s)
                         if claiming is not None:  # its lease is lost: the store removes its entries
                             claiming.close()
                             claiming.attempt.end()
-                        claiming = self._claims(Attempt(core, settings, keepalive), self)
+                        claiming = self._claiming_type(Attempt(core, settings, keepalive), self)
                         self._claiming = claiming
                     claiming.attempt.record = record = await claiming.win()
                     if self._left:
@@ -457,22 +468,23 @@ class Candidacy:
     async def _wait_until_eligible(self) -> None:
         """Outside the line, wait until the candidate may lead. Raises `NotElected` at the
         deadline."""
-        member = self._settings.member
+        member = self.settings.member
         if member is None:
             return
-        member.on_eligibility(self, self._eligibility_changed)
+        changed = Wakeup()
+        member.on_eligibility(self, partial(self._eligibility_changed, changed))
         while member.ineligible_because:
             self._withdraw()
             self._leave_admission()
-            self._eligibility.woken = False
-            if not await self._eligibility.sleep(self._deadline):
+            changed.woken = False
+            if not await changed.sleep(self._deadline):
                 raise NotElected(
-                    f"{self._settings.name!r} was not elected to {self._settings.election!r} in"
+                    f"{self.settings.name!r} was not elected to {self.settings.election!r} in"
                     f" time: {member.ineligible_because}"
                 )
 
-    def _eligibility_changed(self) -> None:
-        self._eligibility.wake()
+    def _eligibility_changed(self, wakeup: Wakeup) -> None:
+        wakeup.wake()
         if self._claiming is not None:
             self._claiming.attempt.wakeup.wake()
 
@@ -487,7 +499,7 @@ class Candidacy:
         """Let another candidate of the session in: this one is elected, or waits."""
         if self._admitted:
             self._admitted = False
-            self._core.admission.release()
+            self.core.admission.release()
 
     async def sleep(self, attempt: Attempt, until: float = math.inf) -> None:
         """Sleep until woken, or until the time has come. Raises `NotElected` at the deadline."""
@@ -500,24 +512,24 @@ class Candidacy:
     async def _pause(self, error: StoreError) -> None:
         """Wait before a request that failed is retried. Each error is reported once."""
         if str(error) != str(self.error):
-            settings = self._settings
-            self._core.telemetry.emit(Hindered(**settings.identity, error=str(error)))
+            settings = self.settings
+            self.core.telemetry.emit(Hindered(**settings.identity, error=str(error)))
         self.error = error
         self._leave_admission()
         left_s = self._deadline - asyncio.get_running_loop().time()
-        pause_s = self._core.calls.retry_pause()
+        pause_s = self.core.calls.retry_pause()
         if left_s <= 0:
             raise await self._not_elected()
         await asyncio.sleep(min(pause_s, left_s))
 
     async def _not_elected(self) -> NotElected:
         """The error for a campaign that has reached its deadline."""
-        settings, because = self._settings, self.behind
+        settings, because = self.settings, self.behind
         if self.error is not None:
             because = str(self.error)
         elif settings.kind == "elections":
             with contextlib.suppress(StoreError):
-                leader = await read_leader(self._core, settings.election, settings.kind)
+                leader = await read_leader(self.core, settings.election, settings.kind)
                 because = f"{leader.name!r} leads" if leader else because
         name, election = settings.name, settings.election
         if settings.kind == "semaphores":
@@ -539,7 +551,7 @@ class Candidacy:
             return
         leaving = self._start_leaving()
         if leaving is not None:
-            await asyncio.wait({leaving}, timeout=3 * self._core.calls.timing.request_timeout_s)
+            await asyncio.wait({leaving}, timeout=3 * self.core.calls.timing.request_timeout_s)
 
     def conclude(self) -> None:
         """The body has ended. What it has in the store stays until `leave`."""
@@ -553,9 +565,9 @@ class Candidacy:
 
     def _start_leaving(self) -> asyncio.Task[None] | None:
         self._left = True
-        self._core.telemetry.left(**self._settings.identity)
+        self.core.telemetry.left(**self.settings.identity)
         if self._leading is not None and self.supervises:
-            return self._core.tasks.start(self._leave_after_runs(self._leading))
+            return self.core.tasks.start(self._leave_after_runs(self._leading))
         if self._leading is not None:
             self._leading.body_ended()
             return self._leading.attempt.leave(self._leading.successor)

@@ -151,7 +151,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _report_store(settings: SessionSettings) -> None:
-    """State which store the session uses, once, and warn if nobody chose it."""
+    """State which store the session uses, once, and warn if it is the default."""
     shown = without_password(settings.url)
     if settings.origin:
         log.info("%s", log_line(event="store_opened", store=shown, origin=settings.origin))
@@ -187,7 +187,7 @@ def warding_of(
         frozen_after_s=settings.frozen_after_s,
         request_timeout_s=timing.request_timeout_s,
     )
-    # Who asks for a frozen process to be killed needs somebody to do it.
+    # Only a warden can kill a frozen process.
     default: Form = "found" if settings.frozen_after_s is None else "auto"
     return SessionWarden(hello, settings.warden or default, emit)
 
@@ -213,7 +213,7 @@ class SessionCore:
         self.tasks = BackgroundTasks()
         self.calls = StoreCalls(store, timing, runtime.random, runtime.clock, self.tasks)
         self.call = self.calls.call
-        self.limits = store.capabilities
+        self.capabilities = store.capabilities
         self.leases = LeaseKeeper(
             self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
         )

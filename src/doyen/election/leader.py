@@ -41,6 +41,11 @@ LOOK_AFTER_S = 0.005
 class Leading:
     """The state of an attempt that leads."""
 
+    __slots__ = (
+        *("_body_ended", "_looking", "_order_reason", "_publishing", "_since"),
+        *("attempt", "successor", "term"),
+    )
+
     def __init__(
         self,
         attempt: Attempt,
@@ -80,9 +85,10 @@ class Leading:
         core.leases.body_begins(keepalive)
         self._emit(Elected, valid_until=keepalive.valid_until)
         self._since = core.runtime.clock.wall()
-        self._record()
+        self._note_term()
         self.term.on_end(self._term_ended)
-        keepalive.on_loss(self, self.term._lose)
+        keepalive.forget(attempt)  # which waits for nothing any more
+        keepalive.bind(self.term)
         if settings.member is not None:
             settings.member.on_eligibility(self, self._check_eligibility)
             self._check_eligibility()
@@ -102,18 +108,18 @@ class Leading:
             planned=planned,
         )
 
-    def _record(self, until: float | None = None, end: TermEnd = "", reason: str = "") -> None:
-        """Record the term in the trail of the election."""
+    def _note_term(self, until: float | None = None, end: TermEnd = "", reason: str = "") -> None:
+        """Note the term in the trail of the election."""
         settings, token = self.attempt.settings, self.term.token
         if settings.kind == "elections" and settings.trail:
             past = PastTerm(settings.name, token, self._since, until, end, reason)
             self.attempt.core.trail.note(settings.election, past)
 
-    def _record_end(self, ended_at: float, end: TermEnd, reason: str = "") -> None:
+    def _note_end(self, ended_at: float, end: TermEnd, reason: str = "") -> None:
         clock = self.attempt.core.runtime.clock
         # Minus infinity stands for a time that had passed when the term began.
         until = clock.wall() - max(0.0, clock.now() - max(ended_at, 0.0))
-        self._record(max(until, self._since), end, reason)
+        self._note_term(max(until, self._since), end, reason)
 
     def _changed(self) -> None:
         """The record, or an order below it, has changed."""
@@ -154,7 +160,7 @@ class Leading:
                     if order.successor:
                         self.successor = successor_key(attempt, order)
                     favour = " in favour of another" if order.successor else ""
-                    self.let_go(f"{order.by!r} ordered it to resign{favour}")
+                    self.resign(f"{order.by!r} ordered it to resign{favour}")
                 elif not attempt.wakeup.woken:
                     break
         finally:
@@ -193,7 +199,7 @@ class Leading:
                 else:
                     term._lose(REMOVED)
 
-    def let_go(self, reason: str) -> None:
+    def resign(self, reason: str) -> None:
         """End the term as ordered. The record is deleted when the body has ended."""
         self._order_reason = reason
         self.term._lose(reason)
@@ -206,10 +212,10 @@ class Leading:
     def _term_lost(self) -> None:
         term, keepalive = self.term, self.attempt.keepalive
         planned = term.reason == self._order_reason or (
-            keepalive.given_up and term.reason == keepalive.lost_because
+            keepalive.loss_planned and term.reason == keepalive.lost_because
         )
         self._emit(Lost, planned, reason=term.reason, ended_at=term.ended_at)
-        self._record_end(term.ended_at, "lost", term.reason)
+        self._note_end(term.ended_at, "lost", term.reason)
         if not self._body_ended:
             now = self.attempt.core.runtime.clock.now()
             left_s = term.ended_at + term.stop_budget_s - now
@@ -233,7 +239,7 @@ class Leading:
 
     async def without_processes(self) -> None:
         """Wait until none of these processes is alive."""
-        await self.attempt.keepalive.without_runs(self.term)
+        await self.attempt.keepalive.runs.wait_for_end(self.term)
 
     def body_ended(self) -> None:
         """The passage to leaving: the body has ended, so the record may be deleted."""
@@ -243,8 +249,8 @@ class Leading:
         self._body_ended = True
         if self.term._conclude():
             self._emit(Resigned)
-            self._record_end(attempt.core.runtime.clock.now(), "resigned")
-        attempt.keepalive.forget(self)
+            self._note_end(attempt.core.runtime.clock.now(), "resigned")
+        attempt.keepalive.forget(self.term)
         if attempt.settings.member is not None:
             attempt.settings.member.forget(self)
         attempt.on_change = attempt.wakeup.wake

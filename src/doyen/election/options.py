@@ -53,7 +53,7 @@ class SessionSettings(Value):
     release_at_exit: bool = True
     """Whether a session that is still open is released when the process ends."""
     origin: str = "connect"
-    """Who named the store; empty if nobody did, so that it is the default."""
+    """Where the store was named; empty if it is the default."""
     warden: WardenForm | None = None
     settle_s: float | None = None
     frozen_after_s: float | None = None

@@ -117,7 +117,7 @@ class _GivenOrder:
         self.lease = keepalive.lease.id
         self._keepalive = keepalive
         self._until = asyncio.get_running_loop().time() + wait_s
-        keepalive.on_loss(self, lambda *_: core.runtime.post(self.changed.set))
+        keepalive.on_loss(self, self.changed.set)
 
     async def change(self) -> bool:
         """Wait for a change; False if the time has passed."""

@@ -57,7 +57,7 @@ async def read_line(core: SessionCore, election: str, kind: Kind = "elections") 
     record = await core.call(core.store.get(leader_key(election, kind)))
     tickets = await core.call(core.store.list(line_key(election, kind)))
     line = line_of(election, record, tickets, kind)
-    return line if core.limits.has_line else line.__replace__(complete=False)
+    return line if core.capabilities.has_line else line.__replace__(complete=False)
 
 
 async def read_history(core: SessionCore, election: str) -> list[PastTerm]:

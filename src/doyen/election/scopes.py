@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar, overload
 
-from doyen.election.candidate import Candidacy, Claiming, entered_terms
+from doyen.election.candidate import Candidacy, Claiming, entered_campaigns
 from doyen.election.core import SessionCore
 from doyen.election.options import CampaignSettings
 from doyen.election.queries import read_leader
@@ -55,13 +55,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """The pause after a body that ended at once. It doubles each time."""
 
 
-def enter_term(
-    term: Term, core: SessionCore, settings: CampaignSettings, candidacy: Candidacy
-) -> None:
+def enter_term(candidacy: Candidacy) -> None:
     # A lock may have been released by another task, which does not have this context.
-    held = (each for each in entered_terms.get() if each[0].valid)
-    entered_terms.set((*held, (term, core, settings)))
-    body_begins(term, core, candidacy)
+    held = (each for each in entered_campaigns.get() if each.term.valid)
+    entered_campaigns.set((*held, candidacy))
+    body_begins(candidacy)
 
 
 def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
@@ -73,18 +71,18 @@ def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
     return Candidacy(core, settings, SlotClaiming)
 
 
-def exit_term(term: Term) -> bool:
+def exit_term(candidacy: Candidacy) -> bool:
     """End a term whose body has ended. True if it was valid at that instant."""
-    _forget_body(term)
-    return term._conclude()
+    _forget_body(candidacy)
+    return candidacy.term._conclude()
 
 
-def left_in_child(term: Term, core: SessionCore, error: BaseException | None) -> bool:
+def left_in_child(candidacy: Candidacy, error: BaseException | None) -> bool:
     """Whether the body has ended in the child of a fork, where it ends nothing. A body that does
     not know this gets an error, and one that exits may exit."""
-    if core.runtime.pid == os.getpid():
+    if candidacy.core.runtime.pid == os.getpid():
         return False
-    _forget_body(term)
+    _forget_body(candidacy)
     if isinstance(error, Exception | None):
         raise SessionClosed(
             "this term belongs to the parent process; connect again in the child of a fork"
@@ -92,19 +90,19 @@ def left_in_child(term: Term, core: SessionCore, error: BaseException | None) ->
     return True
 
 
-def _forget_body(term: Term) -> None:
-    body_ended(term)
-    entered_terms.set(tuple(each for each in entered_terms.get() if each[0] is not term))
+def _forget_body(candidacy: Candidacy) -> None:
+    body_ended(candidacy)
+    entered_campaigns.set(tuple(each for each in entered_campaigns.get() if each is not candidacy))
 
 
-def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool:
+def settle_loss(term: Term, error: BaseException | None, *, repeats: bool) -> bool:
     """End a body whose term was lost: in `LeadershipLost`, with its own error as context.
 
-    With `again`, the caller campaigns again after a loss, so only the body's own errors are raised.
+    With `repeats`, the caller campaigns again after a loss, so only errors of the body are raised.
     """
-    if again and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
+    if repeats and isinstance(error, asyncio.CancelledError | LeadershipLost | StaleToken | None):
         return True
-    if again or isinstance(error, LeadershipLost):
+    if repeats or isinstance(error, LeadershipLost):
         return False
     raise term.loss()
 
@@ -112,6 +110,7 @@ def settle_loss(term: Term, error: BaseException | None, *, again: bool) -> bool
 class _CampaignScope:
     """What a campaign keeps, with asyncio and on threads."""
 
+    __slots__ = ("_candidacy", "_core", "_settings", "began_at", "entered", "term")
     _candidacy: Candidacy
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
@@ -132,7 +131,7 @@ class _CampaignScope:
 
     def _begin(self, term: Term) -> Term:
         """The body begins."""
-        enter_term(term, self._core, self._settings, self._candidacy)
+        enter_term(self._candidacy)
         self.began_at = self._core.runtime.clock.now()
         return term
 
@@ -140,6 +139,8 @@ class _CampaignScope:
 class Campaign(_CampaignScope):
     """Leadership as a cancel scope, entered when elected. Made by `Session.campaign`; a loss ends
     in `LeadershipLost`."""
+
+    __slots__ = ("_armed", "_cancelled", "_cancelling_before", "_loop", "_task")
 
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         super().__init__(core, settings)
@@ -202,13 +203,13 @@ class Campaign(_CampaignScope):
             self._cancelled = True
             self._task.cancel()
 
-    async def leave(self, error: BaseException | None = None, *, again: bool = False) -> bool:
+    async def leave(self, error: BaseException | None = None, *, repeats: bool = False) -> bool:
         """The body has ended, with this error if there is one."""
         assert self.term is not None
         self._armed = False
-        if left_in_child(self.term, self._core, error):
+        if left_in_child(self._candidacy, error):
             return False
-        kept = exit_term(self.term)
+        kept = exit_term(self._candidacy)
         passes = not isinstance(error, Exception | None)
         if self._task is not None:
             pending = self._task.uncancel() if self._cancelled else self._task.cancelling()
@@ -220,7 +221,7 @@ class Campaign(_CampaignScope):
             self._core.runtime.release()
         if kept or passes:
             return False
-        return settle_loss(self.term, error, again=again)
+        return settle_loss(self.term, error, repeats=repeats)
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self.leave(error)
@@ -232,7 +233,7 @@ class RepeatedCampaign(Campaign):
     async def __aexit__(  # type: ignore[override]  # only this one may suppress an exception
         self, kind: object, error: BaseException | None, trace: object
     ) -> bool:
-        return await self.leave(error, again=True)
+        return await self.leave(error, repeats=True)
 
 
 class _HeldLock(Generic[C]):
@@ -389,19 +390,19 @@ class BlockingCampaign(_CampaignScope):
         if self._waiting is not None:
             self._waiting.cancel()
 
-    def leave(self, error: BaseException | None = None, *, again: bool = False) -> bool:
+    def leave(self, error: BaseException | None = None, *, repeats: bool = False) -> bool:
         """The body has ended, with this error if there is one."""
         assert self.term is not None
-        if left_in_child(self.term, self._core, error):
+        if left_in_child(self._candidacy, error):
             return False
-        kept = exit_term(self.term)
+        kept = exit_term(self._candidacy)
         try:
             self._core.thread.finish_blocking(self._candidacy.leave())
         finally:
             self._core.thread.release()
         if kept or not isinstance(error, Exception | None):
             return False
-        return settle_loss(self.term, error, again=again)
+        return settle_loss(self.term, error, repeats=repeats)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.leave(error)
@@ -413,7 +414,7 @@ class RepeatedBlockingCampaign(BlockingCampaign):
     def __exit__(  # type: ignore[override]  # only this one may suppress an exception
         self, kind: object, error: BaseException | None, trace: object
     ) -> bool:
-        return self.leave(error, again=True)
+        return self.leave(error, repeats=True)
 
 
 class BlockingLock(_HeldLock[BlockingCampaign]):

@@ -26,19 +26,19 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class ServiceManager:
-    """The manager of this process, if it has one that wants to be told.
+    """The manager of this process, if it has one that wants to be notified.
 
     >>> ServiceManager("", watchdog_s=None).tell(READY=1)
     """
 
     def __init__(self, address: str, *, watchdog_s: float | None = None) -> None:
         self.watchdog_s = watchdog_s
-        """The manager ends this process if it is not told WATCHDOG=1 for this long; None if it does
-        not watch."""
+        """The manager ends this process if it does not receive WATCHDOG=1 for this long; None if
+        it does not watch."""
         # A name that begins with @ is in the abstract namespace. Others, such as vsock:, are for
         # virtual machines.
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
-        self._told = address.startswith(("/", "@"))
+        self._notified = address.startswith(("/", "@"))
         self._failed = False
 
     @classmethod
@@ -52,7 +52,7 @@ class ServiceManager:
 
     def tell(self, **states: object) -> None:
         """Report states, such as READY=1. Any thread."""
-        if not self._told:
+        if not self._notified:
             return
         lines = [f"{name}={' '.join(str(value).split())}" for name, value in states.items()]
         try:
@@ -61,7 +61,9 @@ class ServiceManager:
                 manager.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
             if not self._failed:
-                log.warning("the service manager cannot be told %s: %s", ", ".join(lines), error)
+                log.warning(
+                    "the service manager could not be notified of %s: %s", ", ".join(lines), error
+                )
             self._failed = True
 
     async def keep_watchdog(self, alive: Callable[[], Awaitable[object]] | None = None) -> None:

@@ -12,7 +12,7 @@ A `LeaderView` knows the leader by observation, so no request costs a read of th
 - A request is forwarded twice at most, and the second time only to a later leader than the first.
 - During an election requests wait, for a bounded time and in bounded number.
 - A request is sent again only if no byte of it was sent. Otherwise it may have been carried out.
-- Nobody waits for the answer of a leader that has been replaced: it may be frozen.
+- The answer of a leader that has been replaced is not waited for: it may be frozen.
 
 May import the model, terms, queries and the session. No I/O.
 """

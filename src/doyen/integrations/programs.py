@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Unpack, cast
 
 from doyen.blocking import BlockingSession
-from doyen.election.candidate import entered_terms
+from doyen.election.candidate import entered_campaigns
 from doyen.election.options import CampaignOptions, CampaignSettings
 from doyen.errors import LeadershipLost
 from doyen.lease.lifetime import ends_process
@@ -51,10 +51,10 @@ def current_term() -> Term:
 
         invoice.pay(fencing_token=current_term().token)
     """
-    entered = entered_terms.get()
+    entered = entered_campaigns.get()
     if not entered:
         raise LeadershipLost("this code does not run as a leader: there is no term")
-    return entered[-1][0]
+    return entered[-1].term
 
 
 def lead(

@@ -1,6 +1,7 @@
 """The keepalive of one lease: renews it, and derives the deadline from the confirmations.
 
-Invariants:
+`LeaseValidity` is the deadline and the end of the lease, for any thread; `Keepalive` renews it, on
+doyen's loop. Invariants:
 
 - `valid_until` is derived from the *send* instant of a grant or renewal that the store has
   confirmed. A request without a response moves nothing.
@@ -25,6 +26,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from doyen.errors import LeaseGone
 from doyen.events import Granted, LeaseLost, Renewed, Unsure
@@ -42,12 +44,191 @@ NEVER = float("-inf")
 _SHORTEST_RETRY_S = 0.001
 log = logging.getLogger("doyen")
 
-LossListener = Callable[[str], None]
-"""Called with the reason, on any thread, once."""
+
+class BoundTerm(Protocol):
+    """A term that ends with the lease."""
+
+    def _lose(self, reason: str) -> None: ...
 
 
-class Keepalive:
-    """Keeps one lease alive and knows until when it is valid."""
+class LeaseValidity:
+    """Until when a lease is valid, and what depends on that. Any thread."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        timing: Timing,
+        clock: Clock,
+        telemetry: Telemetry,
+        sent_at: float,
+        post: Callable[[Callable[[], None]], None],
+        stall_after_s: float | None,
+    ) -> None:
+        self.lease = lease
+        self.timing = timing
+        self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
+        self._progress_at = math.inf
+        self._confirmed_from = sent_at
+        self.valid_until = timing.valid_until(sent_at)
+        self.lost_because: str | None = None
+        self.loss_planned = False
+        """It was lost because this process gave it up."""
+        self.in_child = False
+        """This process is the child of a fork, and the lease is its parent's."""
+        self.ended_at = math.inf
+        """When validity ended, once it has."""
+        self._clock = clock
+        self._telemetry = telemetry
+        self._post = post
+        self._lock = threading.Lock()
+        self._terms: dict[object, BoundTerm] = {}
+        self._listeners: dict[object, Callable[[], None]] = {}
+
+    def bind(self, term: BoundTerm) -> None:
+        """Have `term` end with the lease, on the thread that declares it lost; at once if it is."""
+        with self._lock:
+            if self.lost_because is None:
+                self._terms[term] = term
+                return
+        term._lose(self.lost_because)
+
+    def on_loss(self, owner: object, listener: Callable[[], None]) -> None:
+        """Have `listener` called on doyen's loop once the lease is lost."""
+        with self._lock:
+            if self.lost_because is None:
+                self._listeners[owner] = listener
+                return
+        self._post(listener)
+
+    def forget(self, owner: object) -> None:
+        """Undo what `bind` or `on_loss` did for `owner`."""
+        with self._lock:
+            self._terms.pop(owner, None)
+            self._listeners.pop(owner, None)
+
+    @property
+    def depended_on(self) -> bool:
+        return bool(self._terms or self._listeners)
+
+    def _extend(self, confirmed_from: float) -> bool:
+        """Move the deadline. False if the lease is lost: `term.valid` may have been read as false,
+        and it never turns true again."""
+        if self.lose_if_expired():
+            return False
+        with self._lock:
+            if self.lost_because is None:
+                self._confirmed_from = confirmed_from
+                self.valid_until = self._deadline()
+            return self.lost_because is None
+
+    def _deadline(self) -> float:
+        return min(
+            self.timing.valid_until(self._confirmed_from), self._progress_at + self._stall_after_s
+        )
+
+    def progress(self) -> None:
+        """The work has made progress: its next report is due within `stall_after_s`."""
+        if self._stall_after_s == math.inf or self.lose_if_expired():
+            return
+        with self._lock:
+            if self.lost_because is None:
+                self._progress_at = self._clock.now()
+                self.valid_until = self._deadline()
+
+    def lose_if_expired(self) -> bool:
+        """Declare the lease lost if its deadline has passed."""
+        if self._clock.now() < self.valid_until:
+            return False
+        if self._clock.now() >= self._progress_at + self._stall_after_s:
+            reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
+        else:
+            reason = "no renewal was confirmed in time"
+        self.lose(reason, only_if_expired=True)
+        return self.lost_because is not None
+
+    def lose(self, reason: str, *, only_if_expired: bool = False, planned: bool = False) -> None:
+        """Declare the lease lost, once. `planned`: this process gives it up by itself, which is no
+        reason for a warning."""
+        with self._lock:
+            now = self._clock.now()
+            if self.lost_because is not None or (only_if_expired and now < self.valid_until):
+                return
+            ended_at = min(now, self.valid_until)
+            self.lost_because = reason
+            self.loss_planned = planned
+            self.ended_at = ended_at
+            self.valid_until = NEVER
+            terms, self._terms = self._terms, {}
+            listeners, self._listeners = self._listeners, {}
+        # Bodies learn it first. What else is to be done wakes doyen's thread, which would compete
+        # with theirs for the interpreter.
+        for term in terms:
+            term._lose(reason)
+        event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
+
+        def report() -> None:
+            for listener in listeners.values():
+                listener()
+            self._telemetry.emit(event, planned=planned)
+
+        self._post(report)
+
+    def stop(self) -> None:
+        """End the validity, without events or listeners: nothing depends on it any more."""
+        with self._lock:
+            self.lost_because = self.lost_because or "the session was closed"
+            self.ended_at = min(self.ended_at, self._clock.now())
+            self.valid_until = NEVER
+            self._terms.clear()
+            self._listeners.clear()
+
+    def forked(self) -> None:
+        """In the child of a fork: the lease belongs to the parent. Takes no lock, because a
+        thread that does not exist in the child may have held it."""
+        self.ended_at = min(self.ended_at, self._clock.now())
+        self.valid_until = NEVER
+        self.lost_because = "the lease belongs to the parent process"
+        self.in_child = True
+
+
+class SupervisedRuns:
+    """The supervised runs, by term, whose processes may be alive. They are part of the term's body,
+    which has not ended before them, whatever becomes of this process."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._running: dict[object, int] = {}
+        self._lock = threading.Lock()
+        self._post = post
+        self._ended = asyncio.Event()
+
+    def __contains__(self, term: object) -> bool:
+        return term in self._running
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def begin(self, term: object) -> None:
+        """Processes are about to be started for a term. Any thread."""
+        with self._lock:
+            self._running[term] = self._running.get(term, 0) + 1
+
+    def end(self, term: object) -> None:
+        """The processes of a run are gone. Any thread."""
+        with self._lock:
+            left = self._running.pop(term) - 1
+            if left:
+                self._running[term] = left
+        self._post(self._ended.set)
+
+    async def wait_for_end(self, term: object) -> None:
+        """Wait until no process of a term's runs is alive."""
+        while term in self._running:
+            self._ended.clear()  # it is set on this loop, after what has ended is taken out
+            await self._ended.wait()
+
+
+class Keepalive(LeaseValidity):
+    """Keeps one lease alive, for the bodies and attempts that rely on it."""
 
     def __init__(
         self,
@@ -63,57 +244,21 @@ class Keepalive:
         stall_after_s: float | None = None,
         warding: Warding | None = None,
     ) -> None:
+        super().__init__(lease, timing, clock, telemetry, sent_at, post, stall_after_s)
         self.warding: Warding = warding or NoWarden()
-        self.lease = lease
-        self.timing = timing
-        self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
-        self._progress_at = math.inf
-        self.valid_until = timing.valid_until(sent_at)
-        self.lost_because: str | None = None
-        self.given_up = False
-        """It was lost because this process gave it up."""
-        self.in_child = False
-        """This process is the child of a fork, and the lease is its parent's."""
-        self.ended_at = math.inf
-        """When validity ended, once it has."""
         self.unsure = False
         """The last renewal failed, and the deadline has not come."""
         self.bodies = 0
         """Bodies that still run on this lease. It is not revoked before they have ended."""
-        self.runs: dict[object, int] = {}
-        """By term: supervised runs whose processes may be alive. They are part of the term's body,
-        which has not ended before them, whatever becomes of this process."""
-        self._runs_awaited: list[asyncio.Future[None]] = []
+        self.runs = SupervisedRuns(post)
         self.attempts: set[str] = set()
         """Attempts on this lease that have not ended. A record or ticket under this lease that
         belongs to none of them is left over."""
         self._store = store
-        self._clock = clock
-        self._telemetry = telemetry
-        self._sent_at = self._confirmed_from = sent_at
+        self._sent_at = sent_at
         self._random = spread
-        self._post = post
-        self._lock = threading.Lock()
-        self._listeners: dict[object, LossListener] = {}
         self._renewal_listeners: dict[object, Callable[[float], None]] = {}
         telemetry.emit(Granted(lease=lease.id, ttl_s=lease.ttl_s, valid_until=self.valid_until))
-
-    def on_loss(self, owner: object, listener: LossListener) -> None:
-        """Have `listener` called on loss; at once if the lease is lost already."""
-        with self._lock:
-            if self.lost_because is None:
-                self._listeners[owner] = listener
-                return
-        listener(self.lost_because)
-
-    def forget(self, owner: object) -> None:
-        """Remove the listener that `owner` registered with `on_loss`."""
-        with self._lock:
-            self._listeners.pop(owner, None)
-
-    @property
-    def depended_on(self) -> bool:
-        return bool(self._listeners)
 
     def on_renewal(self, listener: Callable[[float], None]) -> Callable[[], None]:
         """Have `listener` called with the new deadline after each renewal, on doyen's loop.
@@ -147,33 +292,6 @@ class Keepalive:
     def _held_descriptors(self) -> tuple[int, ...]:
         return (*self._store.proof(self.lease), *self.warding.proof())
 
-    def run_begins(self, term: object) -> None:
-        """Processes are about to be started for a term. Any thread."""
-        with self._lock:
-            self.runs[term] = self.runs.get(term, 0) + 1
-
-    def run_ended(self, term: object) -> None:
-        """The processes of a run are gone. Any thread."""
-        with self._lock:
-            left = self.runs.pop(term) - 1
-            if left:
-                self.runs[term] = left
-        self._post(self._run_ended)
-
-    def _run_ended(self) -> None:
-        awaited, self._runs_awaited = self._runs_awaited, []
-        for each in awaited:
-            if not each.done():
-                each.set_result(None)
-
-    async def without_runs(self, term: object) -> None:
-        """Wait until no process of a term's runs is alive."""
-        while term in self.runs:
-            ended = asyncio.get_running_loop().create_future()
-            self._runs_awaited.append(ended)  # first, because the last one may end just now
-            if term in self.runs:
-                await ended
-
     async def run(self) -> None:
         """Renew until the lease is lost. Runs as a task of its own on doyen's loop."""
         due = self._next_renewal()
@@ -204,39 +322,21 @@ class Keepalive:
 
     def _confirm(self, sent_at: float) -> None:
         """The store has confirmed the renewal that was sent at `sent_at`."""
-        if self.lose_if_expired():
-            return  # `term.valid` may have been read as false, and it never turns true again
-        with self._lock:
-            if self.lost_because is not None:
-                return
-            self._confirmed_from = self._sent_at if self.timing.renewals_lag else sent_at
-            self._sent_at = sent_at
-            self.valid_until = self._deadline()
-            self.unsure = False
-            listeners = list(self._renewal_listeners.values())
+        if not self._extend(self._sent_at if self.timing.renewals_lag else sent_at):
+            return
+        self._sent_at = sent_at
+        self.unsure = False
         took_s = round(self._clock.now() - sent_at, 6)
         self._telemetry.emit(
             Renewed(lease=self.lease.id, valid_until=self.valid_until, took_s=took_s)
         )
+        with self._lock:
+            listeners = list(self._renewal_listeners.values())
         for listener in listeners:
             try:
                 listener(self.valid_until)
             except Exception:
                 log.exception("%s", log_line(event="listener_failed", on="renewal"))
-
-    def _deadline(self) -> float:
-        return min(
-            self.timing.valid_until(self._confirmed_from), self._progress_at + self._stall_after_s
-        )
-
-    def progress(self) -> None:
-        """The work has made progress: its next report is due within `stall_after_s`. Any thread."""
-        if self._stall_after_s == math.inf or self.lose_if_expired():
-            return
-        with self._lock:
-            if self.lost_because is None:
-                self._progress_at = self._clock.now()
-                self.valid_until = self._deadline()
 
     def _failed(self, error: Exception) -> None:
         """A renewal has failed."""
@@ -250,51 +350,3 @@ class Keepalive:
         self._telemetry.emit(
             Unsure(lease=self.lease.id, remaining_s=round(remaining_s, 3), error=text)
         )
-
-    def lose_if_expired(self) -> bool:
-        """Declare the lease lost if its deadline has passed. Any thread."""
-        if self._clock.now() < self.valid_until:
-            return False
-        if self._clock.now() >= self._progress_at + self._stall_after_s:
-            reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
-        else:
-            reason = "no renewal was confirmed in time"
-        self.lose(reason, only_if_expired=True)
-        return self.lost_because is not None
-
-    def lose(self, reason: str, *, only_if_expired: bool = False, planned: bool = False) -> None:
-        """Declare the lease lost, once, and call the listeners. Any thread. `planned`: this process
-        gives it up by itself, which is no reason for a warning."""
-        with self._lock:
-            now = self._clock.now()
-            if self.lost_because is not None or (only_if_expired and now < self.valid_until):
-                return
-            ended_at = min(now, self.valid_until)
-            self.lost_because = reason
-            self.given_up = planned
-            self.ended_at = ended_at
-            self.valid_until = NEVER
-            listeners = list(self._listeners.values())
-            self._listeners.clear()
-        # The last first: those of terms, before those that wake doyen's thread, which would compete
-        # with this one for the interpreter.
-        for listener in reversed(listeners):
-            listener(reason)
-        event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
-        self._post(lambda: self._telemetry.emit(event, planned=planned))
-
-    def stop(self) -> None:
-        """Stop renewing, without events or listeners: nothing depends on the lease any more."""
-        with self._lock:
-            self.lost_because = self.lost_because or "the session was closed"
-            self.ended_at = min(self.ended_at, self._clock.now())
-            self.valid_until = NEVER
-            self._listeners.clear()
-
-    def forked(self) -> None:
-        """In the child of a fork: the lease belongs to the parent. Takes no lock, because a
-        thread that does not exist in the child may have held it."""
-        self.ended_at = min(self.ended_at, self._clock.now())
-        self.valid_until = NEVER
-        self.lost_because = "the lease belongs to the parent process"
-        self.in_child = True

@@ -128,7 +128,7 @@ class StoreCalls:
 
 
 class Observer(Protocol):
-    """Whoever wants to know whether the store answers."""
+    """Is notified when the store stops answering, and when it answers again."""
 
     @property
     def key(self) -> str:
@@ -154,19 +154,19 @@ class _Failures:
     def __init__(self, now: float) -> None:
         self.since = self.last_at = now
         self.total_s = 0.0
-        self.told = False
+        self.reported = False
 
 
 class Reachability:
-    """Whether the store answers, checked for as long as somebody observes.
+    """Whether the store answers, checked for as long as there are observers.
 
     Notifications of a watch do not tell whether the store can still send them. So while there are
     observers, and no other call was answered for a third of the ttl, one key of one of them is
     read, of each in turn. If no call that was sent within the last ttl is answered, every observer
-    is told that the store is unreachable, and is told when it answers again.
+    is notified that the store is unreachable, and notified when it answers again.
 
     A store may answer these reads and still fail the calls of one observer: with a full disk it
-    registers no watch. That observer is told so after two ttls of failures, since a store that
+    registers no watch. That observer is notified after two ttls of failures, since a store that
     loses many calls may lose some in a row.
 
     A process that was stopped, or whose machine was suspended, could not hear any answer meanwhile:
@@ -184,7 +184,7 @@ class Reachability:
         self._error = ""
         self._failing: dict[Observer, _Failures] = {}
         self.lost = False
-        """Observers have been told that the store is unreachable."""
+        """Observers have been notified that the store is unreachable."""
 
     @property
     def as_of(self) -> float | None:
@@ -202,7 +202,7 @@ class Reachability:
         if self.lost and self._clock.now() - self._answered_at < self._calls.timing.ttl_s:
             self.lost = False
             for observer in list(self._observers):
-                if not self._told_alone(observer):
+                if not self._reported_alone(observer):
                     observer.reachable()
 
     def failed(self, observer: Observer, error: StoreError) -> None:
@@ -214,24 +214,24 @@ class Reachability:
         # The time of a suspended machine counts little.
         failures.total_s += min(now - failures.last_at, ttl_s / 2)
         failures.last_at = now
-        if failures.total_s >= 2 * ttl_s and not failures.told and not self.lost:
-            failures.told = True
+        if failures.total_s >= 2 * ttl_s and not failures.reported and not self.lost:
+            failures.reported = True
             observer.unreachable(self._clock.wall() - (now - failures.since), str(error))
 
     def succeeded(self, observer: Observer) -> None:
         """The calls of this observer are answered."""
         failures = self._failing.pop(observer, None)
-        if failures is not None and failures.told:
+        if failures is not None and failures.reported:
             observer.reachable()
 
-    def _told_alone(self, observer: Observer) -> bool:
-        return observer in self._failing and self._failing[observer].told
+    def _reported_alone(self, observer: Observer) -> bool:
+        return observer in self._failing and self._failing[observer].reported
 
     def join(self, observer: Observer) -> None:
-        """Tell this observer from now on."""
+        """Notify this observer from now on."""
         self._observers[observer] = None
         if self.lost:
-            self._tell(observer)
+            self._report_unreachable(observer)
         if self._checking is None or self._checking.done():
             self._began_at = self._clock.now()
             self._checking = self._tasks.start(self._check())
@@ -263,8 +263,8 @@ class Reachability:
             if left_s <= 0 and failed_after == last and not self.lost:
                 self.lost = True
                 for observer in list(self._observers):
-                    if not self._told_alone(observer):
-                        self._tell(observer)
+                    if not self._reported_alone(observer):
+                        self._report_unreachable(observer)
             awake_until = self._clock.now() + (left_s if left_s > 0 else timing.ttl_s)
             try:
                 async with asyncio.timeout(left_s if left_s > 0 else None):
@@ -303,7 +303,7 @@ class Reachability:
         self._observers[observer] = self._observers.pop(observer)  # to the end
         await self._calls.call(self._calls.store.get(observer.key))
 
-    def _tell(self, observer: Observer) -> None:
+    def _report_unreachable(self, observer: Observer) -> None:
         last = self._began_at if self._answered_at is None else self._answered_at
         since = self._clock.wall() - (self._clock.now() - last)
         observer.unreachable(since, self._error)
@@ -331,7 +331,8 @@ class LeaseKeeper:
         self._shared: Keepalive | None = None
         self._own: dict[Keepalive, None] = {}
         self._granting = asyncio.Lock()
-        self._bodies = 0
+        self.bodies = 0
+        """How many bodies run."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -400,23 +401,23 @@ class LeaseKeeper:
             warding=self._warding,
         )
         keepalive.on_renewal(lambda _: self._warding.renewed())
-        keepalive.on_loss(self, lambda _: runtime.post(lambda: self._revoke_lost(keepalive)))
+        keepalive.on_loss(self, lambda: self._revoke_lost(keepalive))
         self._tasks.start(keepalive.run())
         return keepalive
 
     def body_begins(self, keepalive: Keepalive) -> None:
         """A body runs on this lease from now on: the watchdog watches its deadline."""
-        self._bodies += 1
-        self._warding.bodies(self._bodies)
+        self.bodies += 1
+        self._warding.bodies(self.bodies)
         self._idle.clear()
         keepalive.bodies += 1
         if keepalive.bodies == 1:
             self._runtime.watch(keepalive)
 
     def body_ended(self, keepalive: Keepalive) -> None:
-        self._bodies -= 1
-        self._warding.bodies(0 if self._closed else self._bodies)
-        if not self._bodies:
+        self.bodies -= 1
+        self._warding.bodies(0 if self._closed else self.bodies)
+        if not self.bodies:
             self._idle.set()
             if self._bodies_left:
                 self._warding.close()
@@ -447,11 +448,6 @@ class LeaseKeeper:
             await asyncio.sleep(self._calls.retry_pause())
         self._warding.withdraw(keepalive.lease)
 
-    @property
-    def bodies(self) -> int:
-        """How many bodies run."""
-        return self._bodies
-
     def give_up_all(self, reason: str) -> None:
         """End every term. The leases are revoked when the bodies have ended."""
         for keepalive in self._all():
@@ -478,7 +474,7 @@ class LeaseKeeper:
                 keepalive.lose("the session was closed", planned=True)
             else:
                 keepalive.stop()
-        if self._bodies:
+        if self.bodies:
             ended = asyncio.ensure_future(self._idle.wait())
             await asyncio.wait({ended}, timeout=self._calls.timing.stop_budget_s)
             ended.cancel()

@@ -39,12 +39,11 @@ import time
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
 from doyen.lease.runtime import ThreadRuntime
-from doyen.term import Term
 from doyen.term import forked as term_forked
 
 __all__ = ["body_begins", "body_ended", "ends_process", "release_aside", "track", "untrack"]
@@ -61,20 +60,13 @@ FLUSH_S = 1.5
 delivery of events."""
 
 
-class _Body(NamedTuple):
-    """A campaign that has been entered."""
-
-    core: SessionCore
-    candidacy: Candidacy
-    on_main_thread: bool
-
-
 _sessions: weakref.WeakSet[SessionCore] = weakref.WeakSet()
-"""All open sessions: they are told of forks."""
+"""All open sessions, which learn of forks."""
 _released: dict[SessionCore, bool] = {}
 """Those that are released at the end of the process, and whether an event loop of the main thread
 uses them: then the code of their bodies runs there."""
-_bodies: dict[Term, _Body] = {}
+_bodies: dict[Candidacy, bool] = {}
+"""The campaigns that have been entered, and whether that was on the main thread."""
 _hooks_installed = False
 _terminated = False
 """SIGTERM has come."""
@@ -111,16 +103,15 @@ def untrack(core: SessionCore) -> None:
         _restore_default()
 
 
-def body_begins(term: Term, core: SessionCore, candidacy: Candidacy) -> None:
+def body_begins(candidacy: Candidacy) -> None:
     """The calling thread has entered a campaign."""
-    if isinstance(core.runtime, ThreadRuntime):
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        _bodies[term] = _Body(core, candidacy, on_main_thread)
+    if isinstance(candidacy.core.runtime, ThreadRuntime):
+        _bodies[candidacy] = threading.current_thread() is threading.main_thread()
 
 
-def body_ended(term: Term) -> None:
+def body_ended(candidacy: Candidacy) -> None:
     """The scope of the campaign is being left."""
-    _bodies.pop(term, None)
+    _bodies.pop(candidacy, None)
 
 
 def release_aside() -> None:
@@ -145,18 +136,18 @@ def _release_when_asked(asked: queue.SimpleQueue[None]) -> None:
 
 def _terminate(signum: int, frame: object) -> None:
     global _terminated
-    again, _terminated = _terminated, True
-    if _aside is not None and not again and not _bodies_on_main_thread():
+    second, _terminated = _terminated, True
+    if _aside is not None and not second and not _bodies_on_main_thread():
         _aside.put(None)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not again:
+    if not second:
         release(promptly=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _bodies_on_main_thread() -> bool:
-    return any(each.on_main_thread for each in [*_bodies.values()]) or any(
+    return any([*_bodies.values()]) or any(
         on_main_thread and core.leases.bodies for core, on_main_thread in [*_released.items()]
     )
 
@@ -196,22 +187,20 @@ def _begin(sessions: dict[SessionCore, bool], done: threading.Event, *, promptly
 
 async def _release(sessions: dict[SessionCore, bool], *, promptly: bool) -> None:
     """`promptly`: return as soon as all leases are given up and all events are delivered."""
-    bodies = [each for each in [*_bodies.values()] if each.core in sessions]
-    suspended = [each for each in bodies if each.on_main_thread]
+    bodies = {each: on_main for each, on_main in [*_bodies.items()] if each.core in sessions}
+    suspended = [each for each, on_main_thread in bodies.items() if on_main_thread]
     # Sessions of an event loop may have bodies that are no campaigns, such as those of shards.
     on_loop = {core for core, on_main_thread in sessions.items() if on_main_thread}
     concerned = {each.core for each in suspended} | {core for core in on_loop if core.leases.bodies}
     ended = not concerned or await _pools_finished(concerned)
     if ended:
         for each in suspended:
-            each.candidacy.conclude()
+            each.conclude()
         await _deliver(concerned)
-    resigning = [
-        each.candidacy.leave() for each in suspended if ended and not each.candidacy.supervises
-    ]
+    resigning = [each.leave() for each in suspended if ended and not each.supervises]
     working = asyncio.ensure_future(asyncio.gather(*resigning, return_exceptions=True))
     await asyncio.sleep(0)  # the bodies of the main thread have ended from now on
-    elsewhere = {each.core for each in bodies if not each.on_main_thread}
+    elsewhere = {each.core for each, on_main_thread in bodies.items() if not on_main_thread}
     for core in on_loop - elsewhere:
         core.leases.bodies_suspended(ended=ended)
     closing = asyncio.gather(*(core.close() for core in sessions), return_exceptions=True)

@@ -140,12 +140,12 @@ class Acknowledgement:
         """Remove the entry. If the store does not answer, it goes with the lease."""
         if self._task is not None:
             self._task.cancel()
-            self._let_go()
+            self._release()
             await asyncio.wait({self._task})
         if self._ending is not None:
             await asyncio.wait({self._ending})
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """End the lease, in the background, and with it the entry."""
         keepalive, self._keepalive, self._entry = self._keepalive, None, None
         if keepalive is not None:
@@ -171,17 +171,17 @@ class Acknowledgement:
                     await self._changed.wait()
                     await asyncio.sleep(_pause(self.read_took_s))
         finally:
-            self._let_go()
+            self._release()
 
     async def _write(self, says: Applied) -> None:
         """Have the entry say this. After an unknown outcome the entry is read before anything else
         is tried."""
         core, value = self._core, says.encode()
         if self._keepalive is None or self._keepalive.lost_because is not None:
-            self._let_go()
+            self._release()
             self._keepalive = await core.leases.own()
             self._key = config_key(self._config, "applied", core.next_attempt())
-            self._keepalive.on_loss(self, lambda _: core.runtime.post(self._changed.set))
+            self._keepalive.on_loss(self, self._changed.set)
         if self._entry is None:
             lease = self._keepalive.lease
             self._entry = (await core.call(core.store.create(self._key, value, lease))).entry

@@ -13,7 +13,7 @@ whoever sees n tickets tries it. So everybody who passes at one time is one of e
 - A party that gives up marks its ticket as "gone" and then rewrites the state. So a write that
   counted this party was either made before, and the party has passed, or it fails. A mark that is
   carried out late fails too, because the ticket has another version.
-- A party stays in the state while its ticket stands, and for some times more: one whose lease has
+- A party stays in the state while its ticket exists, and for some times more: one whose lease has
   expired still finds out that it has passed.
 """
 
@@ -165,7 +165,7 @@ class _Party:
         if self._keepalive is None or self._keepalive.lose_if_expired():
             core = self._core
             self._keepalive = await core.leases.shared()
-            self._keepalive.on_loss(self, lambda _: core.runtime.post(self._changed.set))
+            self._keepalive.on_loss(self, self._changed.set)
             self._attempt = core.next_attempt()
             self._attempts.add(self._attempt)
 
@@ -190,14 +190,14 @@ class _Party:
         await core.call(core.store.update(entry, _Ticket.encode(self._attempt, "arrived")))
         return True
 
-    async def _release(self, state: Versioned, those: list[str], standing: set[str]) -> None:
+    async def _release(self, state: Versioned, those: list[str], waiting: set[str]) -> None:
         """Let n pass, unless another has changed the state since it was read."""
         before: dict[str, int] = state.body["passed"]
         last = max(before.values(), default=0)
         passed = {
             attempt: time
             for attempt, time in before.items()
-            if attempt in standing or time > last - REMEMBERED
+            if attempt in waiting or time > last - REMEMBERED
         }
         passed.update(dict.fromkeys(those, last + 1))
         try:
@@ -229,7 +229,7 @@ class _Party:
             ) from None
 
     async def _mark_as_gone(self) -> None:
-        """So that this party does not count. Its tickets stand, so the state keeps it."""
+        """So that this party does not count. Its tickets exist, so the state keeps it."""
         core = self._core
         while mine := [
             each

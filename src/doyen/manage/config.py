@@ -12,7 +12,7 @@
   one any more, its write is refused, and it reads.
 - A version is identified by its number and a random id, and names the id of the version before it
   (`previous`). A reader can therefore tell whether what it reads follows on what it had. If not,
-  the store has lost confirmed writes, and the reader is told (`Regressed`).
+  the store has lost confirmed writes, and the reader is notified (`Regressed`).
 - Readers watch `current` only. A watch on a key above it would notify every reader of every
   acknowledgement of every other one.
 - A version that fails its type is reported (`BadDocument`), and the last good one stays in force.
@@ -490,8 +490,8 @@ class ConfigReader(Generic[T]):
             if at is not None or (newest := await self._store.newest_kept()) is None:
                 return self._report_unreadable(error), at
             versions, _ = await self._follow(None, newest)  # the last good one is in force
-            told = [*map(self._told, versions), *self._report_unreadable(error)]
-            return told, ReaderPosition(newest.version, newest.id)
+            seen = [*map(self._typed, versions), *self._report_unreadable(error)]
+            return seen, ReaderPosition(newest.version, newest.id)
         self._unreadable = ""
         if current is None:
             # Nothing was written yet, or everything is lost.
@@ -500,8 +500,8 @@ class ConfigReader(Generic[T]):
         if at is not None and at.is_at(current):
             return [], at
         versions, changes = await self._follow(at, current)
-        told = [*changes, *(self._told(version) for version in versions)]
-        return told, ReaderPosition(current.version, current.id)
+        seen = [*changes, *(self._typed(version) for version in versions)]
+        return seen, ReaderPosition(current.version, current.id)
 
     def _carried(self, at: ReaderPosition | None) -> Versioned | None:
         """The current version, if the last notification carried it, and it is not an earlier one
@@ -530,7 +530,7 @@ class ConfigReader(Generic[T]):
         versions = [current]
         if at is None:
             # The last good version is in force, and it may be an earlier one.
-            while isinstance(self._told(versions[0]), BadDocument):
+            while isinstance(self._typed(versions[0]), BadDocument):
                 earlier = await self._before(versions[0])
                 if earlier is None:
                     break
@@ -557,7 +557,7 @@ class ConfigReader(Generic[T]):
             return None
         return earlier
 
-    def _told(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
+    def _typed(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
         try:
             return self._store.typed(version)
         except BadDocument as error:

@@ -1,7 +1,7 @@
 """Everything that a store has: elections, locks, semaphores, barriers, groups, shards and
 configurations, by name.
 
-What has no entry is not there: an election exists while somebody leads it or waits for it. A value
+What has no entry is not there: an election exists while it has a leader or a candidate. A value
 that cannot be read, because a later release or another program wrote it, is reported with its error
 and hides nothing else.
 

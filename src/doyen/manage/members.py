@@ -26,8 +26,8 @@ SCHEMA = 1
 MEMBER_BYTES = 4096
 """Limit for the value of a member, so that a published list of many members is not too large."""
 LONGEST_TTL_S = 86_400.0
-"""An entry that states a longer ttl than a day is not one of a member: nobody waits that long for a
-name."""
+"""An entry that states a longer ttl than a day is not one of a member: no group waits that long
+for a name."""
 
 
 class MemberOptions(TypedDict, total=False):

@@ -81,7 +81,7 @@ class MemberAttempt:
         self.id = core.next_attempt()
         self.keepalive = keepalive
         keepalive.attempts.add(self.id)
-        keepalive.on_loss(self, lambda _: core.runtime.post(lost))
+        keepalive.on_loss(self, lost)
 
     def is_mine(self, entry: Entry) -> bool:
         """Whether this attempt wrote the entry, under its own lease."""

@@ -108,7 +108,7 @@ class SlotClaiming(Claiming):
     async def _claim(self, slot: int) -> Entry | None:
         """Create the record of a slot; None if another has it."""
         attempt, store = self.attempt, self.attempt.core.store
-        attempt.claims(slot)
+        attempt.choose_slot(slot)
         before, self._in_doubt = self._in_doubt, slot
         try:
             creation = await attempt.write(

@@ -188,7 +188,7 @@ class SessionMeters:
         """From a loss, or from joining the line, to the election."""
         self.elections: dict[ElectionKey, ElectionMeter] = {}
         self.reachable: bool | None = None
-        """Whether the store answers; None if nobody observes it."""
+        """Whether the store answers; None if there is no observer."""
         self._as_of: Callable[[], float | None] = lambda: None
         self.on_record: list[Callable[[Record], None]] = []
         """Called with every record, for exporters that have instruments of their own."""
@@ -375,7 +375,7 @@ class SessionMeters:
 
     def seen_elections(self) -> dict[ElectionKey, ElectionMeter]:
         """What was seen of each election and lock, up to now if the store answers; nothing if
-        nobody observes it any more."""
+        there is no observer any more."""
         with self._lock:
             if self.reachable is None:
                 return {}
@@ -387,7 +387,7 @@ class SessionMeters:
 
     @property
     def answer_age_s(self) -> float | None:
-        """How long ago the store answered last; None if nobody observes it."""
+        """How long ago the store answered last; None if there is no observer."""
         as_of = self._as_of()
         return None if as_of is None else max(0.0, self._clock.wall() - as_of)
 

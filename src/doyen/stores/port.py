@@ -80,10 +80,10 @@ class Capabilities(Value, kw_only=True):
     one_process: bool = False
     """The entries exist in one process only, and end with it."""
     layout: str = ""
-    """The layout of another program, if the entries have that: its candidates stand in the same
+    """The layout of another program, if the entries have that: its candidates wait in the same
     elections. Each candidate then needs a lease of its own."""
     has_line: bool = True
-    """Candidates can stand in a line. Otherwise all of them try, as in the recipe `race`."""
+    """Candidates can wait in a line. Otherwise all of them try, as in the recipe `race`."""
     value_bytes: int = 1_000_000
     """The largest value."""
     value_limit: str = "the limit of doyen for every store"

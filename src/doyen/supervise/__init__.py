@@ -57,7 +57,7 @@ class _Run:
     number: int
     ended: asyncio.Future[int]
     awaited: bool = True
-    """Somebody waits for its end in `Supervisor.run`."""
+    """`Supervisor.run` waits for its end."""
     unstarted: str = ""
     """Why the guard, which was killed for that, has not started the command."""
 

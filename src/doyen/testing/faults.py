@@ -44,16 +44,16 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCall:
-    """Not carried out. Never answered, or with `told` answered by `OutcomeUnknown`."""
+    """Not carried out. Never answered, or with `raises` answered by `OutcomeUnknown`."""
 
-    told: bool = False
+    raises: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered:
-    """Carried out. Never answered, or with `told` answered by `OutcomeUnknown`."""
+    """Carried out. Never answered, or with `raises` answered by `OutcomeUnknown`."""
 
-    told: bool = False
+    raises: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class Faults:
         odds, draw = self.odds, self._random.random()
         for chance, make in (
             (odds.late, self._late),
-            (odds.lost, lambda: LostCall(told=self._coin())),
-            (odds.unanswered, lambda: Unanswered(told=self._coin())),
+            (odds.lost, lambda: LostCall(raises=self._coin())),
+            (odds.unanswered, lambda: Unanswered(raises=self._coin())),
             (odds.refused, RefusedCall),
             (odds.stray, lambda: Stray(after_s=self._delay())),
             (odds.expired if leased else 0.0, Expired),
@@ -271,7 +271,7 @@ class FaultyStore(Store):
             case RefusedCall():
                 raise StoreUnavailable(f"{operation} was refused by an injected fault")
             case LostCall():
-                await self._no_answer(operation, fault.told)
+                await self._no_answer(operation, fault.raises)
             case Stray():
                 return await self._stray(fault.after_s, do)
             case Late():
@@ -284,15 +284,15 @@ class FaultyStore(Store):
             await _silence()
         result = await do()
         if isinstance(fault, Unanswered):
-            await self._no_answer(operation, fault.told)
+            await self._no_answer(operation, fault.raises)
         if isinstance(fault, Late):
             await asyncio.sleep(fault.after_s)
         if self.faults.answers_cut:
             await _silence()
         return result
 
-    async def _no_answer(self, operation: str, told: bool) -> NoReturn:
-        if told:
+    async def _no_answer(self, operation: str, raises: bool) -> NoReturn:
+        if raises:
             raise OutcomeUnknown(f"the answer to {operation} was lost by an injected fault")
         await _silence()
 

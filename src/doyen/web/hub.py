@@ -348,8 +348,8 @@ class Hub:
         return len(entries)
 
     def _forget(self) -> None:
-        """Forget elections that nobody has stood for in a long time, all but the last of those that
-        nobody stands for, and leases of nobody."""
+        """Forget elections that have had no candidate for a long time, all but the last of those
+        that have none now, and leases of no leader."""
         now, board = self.board.wall(), self.board
         idle: list[tuple[bool, float, WatchedScope]] = []
         for scope in self._scopes.values():

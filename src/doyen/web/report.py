@@ -14,7 +14,7 @@ __all__ = ["report_page"]
 ENDS: Sequence[tuple[str, EndCause]] = (
     ("in favour of another", "transferred"),
     ("ordered it to", "resigned"),
-    ("resigned", "let go"),
+    ("resigned", "released"),
     ("lost", "lost"),
     ("found died", "died"),
     ("found expired", "expired"),

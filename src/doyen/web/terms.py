@@ -27,8 +27,9 @@ looked at more often."""
 NEARLY_OVER_S = 0.3
 """A lease that has no more than this left when its record disappears has run out."""
 
-EndCause = Literal["", "expired", "died", "resigned", "transferred", "let go", "lost", "ended"]
-"""Why a term ended; empty while it lasts. `ended` is used if nothing is known but that it did."""
+EndCause = Literal["", "expired", "died", "resigned", "transferred", "released", "lost", "ended"]
+"""Why a term ended; empty while it lasts. A leader that resigned by itself has released the
+election; `resigned` was ordered. `ended` is used if nothing is known but that it did."""
 
 FAILED: frozenset[str] = frozenset({"expired", "died", "lost"})
 """The causes that are failures."""
@@ -227,8 +228,8 @@ class ElectionRow:
                 " its process was killed or frozen, or could not reach the store.",
             )
         if lease is not None or (term.lease is not None and term.lease in held):
-            return "let go", f"{name} let go: its work had ended, or it was stopped."
-        return "ended", f"{name} let go, or its lease ended; the store does not tell which."
+            return "released", f"{name} resigned: its work had ended, or it was stopped."
+        return "ended", f"{name} resigned, or its lease ended; the store does not tell which."
 
     def learn(self, terms: Iterable[SeenTerm], *, settled: bool = False) -> bool:
         """Take in terms from an audit log or a trail. They know more than an observer. `settled`:
@@ -251,7 +252,7 @@ class ElectionRow:
                 # Whoever saw the end of the lease saw as much. A lease that was still running, of a
                 # leader that has recorded no end, was ended for it.
                 name = clipped(seen.name, 60)
-                if settled and seen.cause == "let go":
+                if settled and seen.cause == "released":
                     seen.cause, changed = "died", True
                     seen.why = (
                         f"{name} recorded no end, and its lease had not run out:"

@@ -60,9 +60,9 @@ def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
         if past.until is not None:
             ordered = _ordered(past.reason)
             lost = past.end == "lost" and not ordered
-            term.cause = "lost" if lost else ordered or "let go"
+            term.cause = "lost" if lost else ordered or "released"
             reason = f": {clipped(past.reason, 200)}" if past.reason else ""
-            term.why = f"{name} {'lost it' if lost else 'let go'}{reason}."
+            term.why = f"{name} {'lost it' if lost else 'resigned'}{reason}."
         elif after is not None:
             term.until, term.cause = after.since, "expired"
             term.why = f"{name} recorded no end: it was killed, or could not reach the store."
@@ -98,7 +98,7 @@ class TrailReader:
         if known is None:
             return None
         if event == "resigned":
-            self._end(known, wall, "let go", f"{clipped(known.name, 60)} resigned.")
+            self._end(known, wall, "released", f"{clipped(known.name, 60)} resigned.")
         else:
             at, ended_at = _time(line, "at"), float(line["ended_at"])
             reason = clipped(str(line.get("reason", "")), 200)

@@ -117,9 +117,9 @@ class _Controls:
 
 
 class CandidateState(NamedTuple):
-    """The state of a candidate: a word, details and a colour."""
+    """The state of a candidate: a label, details and a colour."""
 
-    word: str
+    label: str
     detail: str
     colour: str
 
@@ -133,9 +133,9 @@ def state_of(cluster: CandidateGroup, candidate: CandidateProcess) -> CandidateS
     if candidate.frozen_at is not None:
         left_s = max(0.0, candidate.frozen_at + cluster.thaw_after_s - now)
         was = "ex-leader" if candidate is not cluster.leader else "leader"
-        word = "frozen" if term is None else f"frozen {was}"
+        label = "frozen" if term is None else f"frozen {was}"
         return CandidateState(
-            word, f"for {now - candidate.frozen_at:.1f} s, thaws in {left_s:.1f} s", "cyan"
+            label, f"for {now - candidate.frozen_at:.1f} s, thaws in {left_s:.1f} s", "cyan"
         )
     if candidate is cluster.leader and term is not None:
         return CandidateState("leading", f"token {term.token}", "green")
@@ -198,10 +198,10 @@ class _LineView:
             print(self._help, flush=True)
         for candidate in cluster.candidates:
             state = state_of(cluster, candidate)
-            changed = state.word != self._states.get(candidate.name)
-            self._states[candidate.name] = state.word
+            changed = state.label != self._states.get(candidate.name)
+            self._states[candidate.name] = state.label
             if changed and state.colour in ("red", "cyan"):
-                print(f"{time.strftime('%H:%M:%S')}  {candidate.name} is {state.word}", flush=True)
+                print(f"{time.strftime('%H:%M:%S')}  {candidate.name} is {state.label}", flush=True)
         for failover in cluster.history.failovers[self._reported :]:
             print(f"{_clock(failover)}  {story(failover)}", flush=True)
         self._reported = len(cluster.history.failovers)
@@ -269,10 +269,10 @@ class _ScreenView:
         line: _Line = [" Quorum    "]
         for server in quorum.servers:
             frozen = server.frozen_at is not None
-            word = "frozen" if frozen else server.role
+            label = "frozen" if frozen else server.role
             leads = server is quorum.leader and not frozen
-            colour = "cyan" if frozen else {"dead": "red"}.get(word, "green" if leads else "dim")
-            line.append((f"{server.name} {word:<11}", colour))
+            colour = "cyan" if frozen else {"dead": "red"}.get(label, "green" if leads else "dim")
+            line.append((f"{server.name} {label:<11}", colour))
         if quorum.changes:
             line.append((f"generation {quorum.changes[-1].generation}", "dim"))
         return [line]
@@ -283,7 +283,7 @@ class _ScreenView:
             state = state_of(self._controls.cluster, candidate)
             mark = ">" if candidate is self._controls.target else " "
             name = f" {mark} {number}  {candidate.name:<10}"
-            lines.append([name, (f"{state.word:<18}", state.colour), state.detail])
+            lines.append([name, (f"{state.label:<18}", state.colour), state.detail])
         return lines
 
     def _failovers(self, room: int) -> list[_Line]:

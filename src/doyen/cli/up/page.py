@@ -107,24 +107,24 @@ class ProcessPage:
     def _candidate(self, candidate: CandidateProcess) -> dict[str, Any]:
         state = state_of(self._cluster, candidate)
         actions = _actions(candidate.alive, candidate.frozen_at is not None)
-        if state.word == "leading":
+        if state.label == "leading":
             actions.append(["ask", "Resign"])
         return {
             "name": candidate.name,
-            "state": state.word.partition(" ")[0],
-            "word": state.word,
+            "state": state.label.partition(" ")[0],
+            "label": state.label,
             "detail": state.detail,
             "actions": actions,
         }
 
     def _node(self, node: NodeProcess) -> dict[str, Any]:
         frozen = node.frozen_at is not None
-        word = "frozen" if frozen else node.role if node.alive else "dead"
-        leads = f"generation {node.generation}" if word == "leading" else ""
+        label = "frozen" if frozen else node.role if node.alive else "dead"
+        leads = f"generation {node.generation}" if label == "leading" else ""
         return {
             "name": node.name,
-            "state": word,
-            "word": f"node, {word}",
+            "state": label,
+            "label": f"node, {label}",
             "detail": leads,
             "actions": _actions(node.alive, frozen),
         }

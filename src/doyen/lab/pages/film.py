@@ -21,7 +21,7 @@ from doyen.lab.recording_tables import STORE
 from doyen.lab.scenarios import SCENARIOS, ScenarioResult
 from doyen.lab.scenarios.core_world import CoreWorld
 from doyen.lab.scenarios.store_world import StoreWorld
-from doyen.lab.scenarios.transcript import Transcript, told
+from doyen.lab.scenarios.transcript import Transcript, sentence
 from doyen.lab.world import World
 
 
@@ -170,7 +170,7 @@ class FilmedTranscript(Transcript):
 
     def _last_line(self) -> str:
         _, subjects, text = self._lines[-1]
-        return told(subjects, text)
+        return sentence(subjects, text)
 
     def record_event(self, at: float, text: str) -> None:
         super().record_event(at, text)

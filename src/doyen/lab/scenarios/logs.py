@@ -168,8 +168,8 @@ def quorum_anomaly(transcript: Transcript, *, repair: bool = False) -> None:
 class StandsAtOnce(Raft):
     """The mutant: asks for votes without a pre-vote."""
 
-    def _canvass(self) -> None:
-        self._stand(transfer=False)
+    def _begin_pre_vote(self) -> None:
+        self._become_candidate(transfer=False)
 
 
 def _cut_all_for(world: CoreWorld, seconds: float) -> tuple[int, int, float]:
@@ -304,11 +304,11 @@ class AsPrinted(Raft):
     """The mutant: `handleVoteRequest` as printed in the document. A vote for a later generation is
     granted at once; logs are compared only within the same generation. There is no pre-vote."""
 
-    def _canvass(self) -> None:
-        self._stand(transfer=False)
+    def _begin_pre_vote(self) -> None:
+        self._become_candidate(transfer=False)
 
     def _vote_asked(self, peer: str, message: Vote) -> None:
-        if message.generation > self.generation and not self._content():
+        if message.generation > self.generation and not self._hears_leader():
             self._adopt(message.generation, peer)
             self._grant(peer)
         else:

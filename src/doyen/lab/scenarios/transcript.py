@@ -105,13 +105,13 @@ class Transcript:
 
 
 def _line(at: float | None, subjects: list[str], text: str) -> str:
-    return text if at is None else f"{at:8.3f} s  {told(subjects, text)}"
+    return text if at is None else f"{at:8.3f} s  {sentence(subjects, text)}"
 
 
-def told(subjects: list[str], text: str) -> str:
+def sentence(subjects: list[str], text: str) -> str:
     """What some servers or clients do, or what happens without them, as a sentence.
 
-    >>> told(["server1", "server2"], "is killed"), told([], "the network is cut")
+    >>> sentence(["server1", "server2"], "is killed"), sentence([], "the network is cut")
     ('server1 and server2 are killed', 'the network is cut')
     """
     if len(subjects) > 1:

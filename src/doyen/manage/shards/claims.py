@@ -3,8 +3,8 @@
 - Exclusion is that of an election without a line: the owner holds the leader record, created
   atomically under the session's lease.
 - After winning and before its body begins, the plan is read again. A process that was paused with
-  an old plan, for example one of an earlier generation, lets go instead of running its body. One
-  read serves all shards that were won before it began.
+  an old plan, for example one of an earlier generation, gives the shard up instead of running its
+  body. One read serves all shards that were won before it began.
 - A record that another member still holds is watched, until it is gone or not planned any more. The
   records of a large set are not watched together: each change would be reported to each member.
 """
@@ -155,9 +155,9 @@ class Claims:
         owner's: it is watched and read first, which costs less than to try to create it."""
         store = self._core.store
         if shard in self._plan.current.moves and await attempt.watch_record():
-            standing = await attempt.get(attempt.record_key)
-            if standing is not None:
-                return Creation(False, standing)
+            present = await attempt.get(attempt.record_key)
+            if present is not None:
+                return Creation(False, present)
         lease = attempt.keepalive.lease
         return await attempt.write(store.create(attempt.record_key, attempt.record_value(), lease))
 

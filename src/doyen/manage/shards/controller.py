@@ -5,7 +5,7 @@ own token: from then on a write of its predecessor fails, because each write nam
 it replaces. Then it takes one step after another: read, compute the next plan, and write it if it
 differs. There is at most one write in `settle_s`.
 
-Nobody but the controller writes the plan. If another program has deleted it or written something
+Only the controller writes the plan. If another program has deleted it or written something
 else, the controller restores it: as it knows it, or else from the records of the shards. A spec
 that cannot be read is left alone, because only people know what they want; the plan says so.
 
@@ -319,7 +319,7 @@ class Controller:
             await self._write(self._known)
             self._written_at = asyncio.get_running_loop().time()
         if changed and not plan.open:
-            return spec.settle_s  # perhaps no record stands already
+            return spec.settle_s  # perhaps there is no record any more
         waits = self._depends_on_records() or bool(plan.grace)
         await self._wakeup.sleep(asyncio.get_running_loop().time() + TICK_S if waits else math.inf)
         return spec.settle_s

@@ -1,8 +1,8 @@
 """The moves of shards to a member and from it.
 
 A shard is moved in two phases: the new owner prepares and says so in its entry, then the old one
-lets go. While shards are to move from here, the members are watched, to see when the new owners are
-ready.
+releases it. While shards are to move from here, the members are watched, to see when the new
+owners are ready.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Moves", "calm_after"]
 
 TURN = 3
 LONGEST_ENDING_S, LONGEST_PAUSE_S = 0.1, 0.2
-"""Shards whose new owner is ready are let go one at a time: the next after `TURN` times as long as
-it took to delete the record, which is about when the new owner has its own, or after a while if the
-body takes long to end. While a busy store deletes the record, nothing else is let go: the new owner
-needs that store too. If all were let go at once, the requests of all new owners would compete,
-and every shard would be without an owner until the last is done."""
+"""Shards whose new owner is ready are released one at a time: the next after `TURN` times as long
+as it took to delete the record, which is about when the new owner has its own, or after a while if
+the body takes long to end. While a busy store deletes the record, nothing else is released: the new
+owner needs that store too. If all were released at once, the requests of all new owners would
+compete, and every shard would be without an owner until the last is done."""
 CALM_S, READS, LONGEST_CALM_S = 0.05, 10, 0.5
 """No turn begins this soon after a plan was read, or `READS` times as long as it took to read it.
 All members read a plan at the same time. A new owner that had to wait for the processor or the
@@ -60,7 +60,7 @@ class Moves:
         this member is prepared for."""
         self.members = WatchedKeys(core, members_key(group_of(shards)), changed)
         self.outgoing: dict[int, None] = {}
-        """The shards that wait for their turn to be let go."""
+        """The shards that wait for their turn to be released."""
         self.ending: tuple[int, float] | None = None
         """The one whose turn it is, and since when."""
         self.held_back = False
@@ -122,7 +122,7 @@ class Moves:
             self._on_prepared(shard)
 
     def next_turn(self) -> int | None:
-        """The shard that may be let go now. The caller sets `ending` if it does."""
+        """The shard that may be released now. The caller sets `ending` if it does."""
         if self.ending is not None or self.held_back or not self.outgoing:
             return None
         shard = next(iter(self.outgoing))

@@ -8,7 +8,7 @@ parts know no slots but those they are given: `FollowedPlan` is the plan, `Claim
   it, in the same process, has ended.
 - Everything else is done for the set and not for each shard: one lease, one entry in the list of
   members, a watch of the plan, and a few tasks that claim.
-- That the records of shards that run still stand is checked by the controller. An owner that the
+- That the records of shards that run still exist is checked by the controller. An owner that the
   plan tells of a missing record reads it.
 """
 
@@ -361,7 +361,7 @@ class ShardOwner:
         slot.wanted = False
         if slot.stage is Stage.RUNNING and slot.leading is not None:
             slot.stage = Stage.ENDING
-            slot.leading.let_go(reason)
+            slot.leading.resign(reason)
         elif slot.stage is Stage.BLOCKED:
             self._leave(slot)
 

@@ -58,7 +58,7 @@ class Bodies(Protocol):
 class Stage(enum.Enum):
     CLAIMING = "claiming"
     BLOCKED = "blocked"
-    """Another's record stands."""
+    """The record is another member's."""
     WON = "won"
     """The plan is to be read again before the body begins."""
     RUNNING = "running"

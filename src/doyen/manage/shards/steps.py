@@ -67,7 +67,7 @@ def next_plan(
 ) -> ShardPlan:
     """The plan that follows `plan`, which is returned unchanged if there is nothing to do.
 
-    `records` has the holder of each leader record that stands: those of shards on the move, and all
+    `records` has the holder of each leader record that exists: those of shards on the move, and all
     of them while the plan is not open. `elapsed_s` is the time since the last step.
     """
     if spec.paused and plan.generation:

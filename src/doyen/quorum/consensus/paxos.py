@@ -187,13 +187,13 @@ class Paxos(ReplicatedServer):
         if self._promise_token or 1 + len(self._doubters) < self._majority:
             return
         if self._now >= self._stand_at:
-            self._stand()
+            self._become_candidate()
         else:
             self.next_deadline = min(self.next_deadline, self._stand_at)
 
     # The first phase.
 
-    def _stand(self) -> None:
+    def _become_candidate(self) -> None:
         self._timer.attempts += 1
         n = len(self._names)
         ballot = self._seen // n * n + self._rank[self.id]
@@ -387,7 +387,7 @@ class Paxos(ReplicatedServer):
         if self._established():
             # That ballot was prepared and not completed. The followers promise this server a later
             # one, and need no other leader.
-            self._stand()
+            self._become_candidate()
         elif self.role is Role.LEADING or self._promise_token:
             self._look()
 

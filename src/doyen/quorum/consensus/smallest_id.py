@@ -145,7 +145,7 @@ class SmallestId(ReplicatedServer):
             # A round without a winner: the server whose timeout ends first campaigns, and the
             # voters decide.
             if len(self._answered_by) >= self._majority and not self._vote_token:
-                self._stand()
+                self._become_candidate()
             else:
                 self._abandon()
             self._new_round()
@@ -170,7 +170,7 @@ class SmallestId(ReplicatedServer):
             return
         everybody = len(self._present.keys() | self._unreachable) == len(self._rank)
         if (self._now >= self._gathered or everybody) and self._first_to_stand() == self.id:
-            self._stand()
+            self._become_candidate()
 
     def _first_to_stand(self) -> str:
         furthest = max(self._present.values())
@@ -195,7 +195,7 @@ class SmallestId(ReplicatedServer):
         self._votes = set()
         self._vote_token = 0
 
-    def _stand(self) -> None:
+    def _become_candidate(self) -> None:
         self._enter(self.generation + 1, self.id)
         self._set_role(Role.LOOKING, None)
         self._vote_token = self.log.token
@@ -251,7 +251,7 @@ class SmallestId(ReplicatedServer):
             self.generation = generation
             self._present = {self.id: self.log.position()}
             self._answered_by = {self.id}
-            self._stand()
+            self._become_candidate()
             self._look_on()
         else:
             self._enter(generation)

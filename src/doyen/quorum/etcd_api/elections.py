@@ -9,7 +9,7 @@ it campaigns with the same key, and its first call may end at any time later. In
 a candidate that was told that it leads is not withdrawn. A call withdraws a key only at the
 revision at which it has changed the key itself. It takes a key over, by changing it, only while
 others are ahead. Before it tells its client that it leads, it changes the key once more, unless it
-has created the key when nobody was ahead.
+has created the key when no other key was ahead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RETRY_S: Final = 0.2
 
 
 class _Joined(NamedTuple):
-    """A call that stands in the line."""
+    """A call that waits in the line."""
 
     record: EtcdRecord
     created: bool
@@ -76,20 +76,20 @@ class Elections:
 
     async def _campaign(self, message: Any) -> Any:
         lease = await self._session(message.lease)
-        mine = await self._stand(message.name, lease, message.value)
+        mine = await self._join_line(message.name, lease, message.value)
         leader = rpc.LeaderKey(name=message.name, key=mine.key, rev=mine.create, lease=lease)
         return rpc.CAMPAIGN.response(header=self._replica.header(), leader=leader)
 
     async def _lock(self, message: Any) -> Any:
         lease = await self._session(message.lease)
-        mine = await self._stand(message.name, lease, b"")
+        mine = await self._join_line(message.name, lease, b"")
         return rpc.LOCK.response(header=self._replica.header(), key=mine.key)
 
     async def _unlock(self, message: Any) -> Any:
         done = await self._replica.change(DeleteKeys(message.key))
         return rpc.UNLOCK.response(header=self._replica.header(done.revision))
 
-    async def _stand(self, name: bytes, lease: int, value: bytes) -> EtcdRecord:
+    async def _join_line(self, name: bytes, lease: int, value: bytes) -> EtcdRecord:
         """Wait until the key of this lease is the first. Returns its record."""
         prefix = name + b"/"
         # Go prints negative numbers with a sign.
@@ -104,7 +104,7 @@ class Elections:
             put = PutKey(put.key, value, lease, ignore_value=waited)
             done = await self._if(_created(mine.key, mine.create), put)
         except asyncio.CancelledError:
-            # The client has left: its key must not stand in the line until the lease ends.
+            # The client has left: its key must not stay in the line until the lease ends.
             self._replica.start(self._withdraw(joining))
             raise
         if not done.succeeded:
@@ -123,7 +123,7 @@ class Elections:
         return _Joined(_last(done) if owned else mine, created=False, owned=owned)
 
     async def _turn(self, prefix: bytes, mine: EtcdRecord) -> bool:
-        """Wait until nobody is ahead. Returns whether somebody was."""
+        """Wait until no other key is ahead. Returns whether one was."""
         waited = False
         while (ahead := self._ahead(prefix, mine)) is not None:
             waited = True

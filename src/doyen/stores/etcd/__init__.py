@@ -5,7 +5,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE
     ?connect_timeout_s=3                   deadline of the first answer of a member
     ?token_floor=N                         refuse a cluster whose revision is below N
-    ?layout=concurrency                    stand in line with etcdctl and Go's concurrency package
+    ?layout=concurrency                    share a line with etcdctl and Go's concurrency package
 
 A lease is etcd's lease. The leader record is created by a transaction, if absent; its creation
 revision is the token. A ticket's key has its rank, and its creation revision is its place within

@@ -92,7 +92,7 @@ def _members(states: Sequence[EtcdMemberState]) -> Iterator[Finding]:
         elif not state.has_leader:
             yield Finding.problem(
                 "members",
-                f"{state.member} knows no leader of the cluster: elections stand still",
+                f"{state.member} knows no leader of the cluster: no leader can be elected",
                 "make sure that a majority of the members is up and connected",
             )
     if len(states) == 1:

@@ -1,4 +1,4 @@
-"""Lines in the layout of another program, so that its candidates and doyen's stand in one line.
+"""Lines in the layout of another program, so that its candidates and doyen's wait in one line.
 
 In doyen's own layout a leader has two entries, a ticket and the leader record. Other programs have
 one: *the first in line leads*. `LineLayout` maps the port to that:

@@ -55,7 +55,7 @@ _PATIENCE_S = 2.0
 class Survey(NamedTuple):
     """The contents of a scope: for each lease, the number of its entries and their last version."""
 
-    standing: frozenset[tuple[str | None, int, int]]
+    contents: frozenset[tuple[str | None, int, int]]
     owners: frozenset[str]
 
 

@@ -201,7 +201,7 @@ class QuorumConnection:
             Failed: self._failed,
             ListChunk: self._list_chunk,
             BackupChunk: self._backup_chunk,
-            NodeStatus: self._told_status,
+            NodeStatus: self._status_received,
         }
 
     @property
@@ -408,7 +408,7 @@ class QuorumConnection:
             if call is not None and not call.future.done():
                 call.future.set_result(decode_result(result))
 
-    def _told_status(self, response: NodeStatus) -> None:
+    def _status_received(self, response: NodeStatus) -> None:
         self._status = response
         self._answered(response)
 

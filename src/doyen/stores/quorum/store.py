@@ -227,8 +227,8 @@ class QuorumStore(GuardedStore):
             )
             if response is None:
                 return {}
-            told = zip(some, response.remaining_s, strict=False)
-            known |= {lease: left_s or 0.0 for lease, left_s in told}
+            answered = zip(some, response.remaining_s, strict=False)
+            known |= {lease: left_s or 0.0 for lease, left_s in answered}
         return known
 
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
@@ -260,8 +260,8 @@ class QuorumStore(GuardedStore):
         others: dict[str, str] = {}
         for state in states:
             if state.condition is not None:
-                told = state.condition.addresses
-                others |= {_place(told[node]): node for node in told if node not in known}
+                listed = state.condition.addresses
+                others |= {_place(listed[node]): node for node in listed if node not in known}
         named = {_place(address) for address in self._nodes}
         # Bounded, because each name that a node sends is an address that is dialled.
         unseen = [place for place in others if place not in named][:OTHERS]

@@ -140,7 +140,7 @@ class LocalLeases:
         self._held: dict[str, _Held] = {}
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._ending = threading.Lock()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Leases of dead owners whose end was reported, and which this handle left to others."""
         self.looks_only = True
         """The handle has not asked for a record or a ticket, so it takes no part in elections. It
@@ -254,7 +254,7 @@ class LocalLeases:
             fd = os.open(self._directory.file(lease, "lease"), os.O_RDONLY)
         except FileNotFoundError:
             self._seen.pop(lease, None)
-            self._told.discard(lease)
+            self._reported.discard(lease)
             return _ENDED
         try:
             raw, record = _read(fd)
@@ -301,8 +301,8 @@ class LocalLeases:
         self._seen.pop(lease, None)
         if self.looks_only and cause == "died":
             with self._ending:
-                if lease not in self._told:
-                    self._told.add(lease)
+                if lease not in self._reported:
+                    self._reported.add(lease)
                     self._tell_ended(lease, cause)
             return _ENDED
         with self._ending:

@@ -205,9 +205,9 @@ class Transaction:
 
     def create(self, key: str, value: bytes, lease: str) -> Creation:
         remaining_s = self._require(lease)
-        standing = self.get(key)
-        if standing is not None:
-            return Creation(False, standing)
+        present = self.get(key)
+        if present is not None:
+            return Creation(False, present)
         revision = self._next()
         return Creation(True, self._insert(key, value, revision, revision, lease, remaining_s))
 
@@ -233,23 +233,23 @@ class Transaction:
         return self._insert(key, value, revision, revision, lease, remaining_s)
 
     def put(self, key: str, value: bytes, if_version: Version | None) -> Entry | None:
-        standing = self.get(key)
-        if (None if standing is None else standing.version) != if_version:
+        present = self.get(key)
+        if (None if present is None else present.version) != if_version:
             return None
         version = self._next()
-        revision = version if standing is None else standing.revision
+        revision = version if present is None else present.revision
         return self._insert(key, value, revision, version, None, None)
 
     def update(self, entry: Entry, value: bytes) -> Entry | None:
-        standing = self.get(entry.key)
-        if standing is None or standing.lease is None or standing.version != entry.version:
+        present = self.get(entry.key)
+        if present is None or present.lease is None or present.version != entry.version:
             return None
-        _, _, revision, _, lease, remaining_s = standing
+        _, _, revision, _, lease, remaining_s = present
         return self._insert(entry.key, value, revision, self._next(), lease, remaining_s)
 
     def delete(self, key: str, if_version: Version | None) -> bool:
-        standing = self.get(key)
-        if standing is None or if_version not in (None, standing.version):
+        present = self.get(key)
+        if present is None or if_version not in (None, present.version):
             return False
         self._execute("DELETE FROM entries WHERE key = ?", (key,))
         self._changed.add(key)

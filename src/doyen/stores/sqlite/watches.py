@@ -142,15 +142,15 @@ class LocalWatches:
         if tags is not None:
             self._database.stale.extend(tags - known)
         scopes = {tag: self._by_tag[tag].name for tag in known}
-        self._refresh(scopes, again=False)
+        self._refresh(scopes, notify=False)
         self._notify(scopes)
 
-    def _refresh(self, scopes: dict[int, str], again: bool = True) -> None:
-        """Read under the write lock who owns something in these scopes. `again`: the last attempt
+    def _refresh(self, scopes: dict[int, str], notify: bool = True) -> None:
+        """Read under the write lock who owns something in these scopes. `notify`: the last attempt
         failed, so that watchers may have read before the commit, and are notified once more."""
         if scopes and not self._closed:
             # Whoever is notified reads, or creates a record, in the same transaction.
-            done = self._database.submit_later(lambda tables: tables.refresh(scopes, notify=again))
+            done = self._database.submit_later(lambda tables: tables.refresh(scopes, notify=notify))
             done.add_done_callback(lambda done: self._refreshed(scopes, done))
 
     def _refreshed(self, scopes: dict[int, str], done: asyncio.Future[None]) -> None:

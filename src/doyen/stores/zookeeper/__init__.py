@@ -9,7 +9,7 @@
     ?tls=true &ca=FILE &cert=FILE &key=FILE &check_hostname=true
     ?connect_timeout_s=5                   deadline for a session to begin
     ?token_floor=N                         tokens begin above N; the same for all candidates
-    ?layout=kazoo                          stand in line with kazoo's Election and Lock
+    ?layout=kazoo                          share a line with kazoo's Election and Lock
 
 A lease is a session; a ticket is an ephemeral sequential znode; the leader record is an ephemeral
 znode, and the number of the transaction that created it is the token. The parts:

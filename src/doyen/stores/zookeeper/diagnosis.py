@@ -123,7 +123,7 @@ def _servers(states: Sequence[ZooKeeperServerState]) -> Iterator[Finding]:
         yield Finding.note(
             "servers",
             f"{states[0].server} is the only server"
-            + (": if it fails, elections stand still" if alone else " in the URL, of several"),
+            + (": if it fails, no leader can be elected" if alone else " in the URL, of several"),
             "run an ensemble of three" if alone else "name all, separated by commas",
         )
 

@@ -84,7 +84,7 @@ class InterruptionConformance:
         lease = await store.grant(h.ttl_s * 60)
         mine = Claim("me", uuid.uuid4().hex, {})
         key = leader_key(h.name())
-        faults.next("create", Unanswered(told=True))
+        faults.next("create", Unanswered(raises=True))
         with pytest.raises(OutcomeUnknown):
             await store.create(key, mine.encode(), lease)
         await h.shows(store, key, mine.encode())
@@ -104,7 +104,7 @@ class InterruptionConformance:
         store = FaultyStore(await h.client(), faults)
         lease = await store.grant(h.ttl_s * 60)
         entry = (await store.create(leader_key(h.name()), b"before", lease)).entry
-        faults.next("update", Unanswered(told=True))
+        faults.next("update", Unanswered(raises=True))
         with pytest.raises(OutcomeUnknown):
             await store.update(entry, b"after")
         await h.shows(store, entry.key, b"after")

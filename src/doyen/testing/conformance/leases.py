@@ -216,9 +216,9 @@ class LeaseConformance:
         assert unbound.lease is None
         assert unbound.remaining_s is None
         other = await store.grant(h.ttl_s * 20)
-        told = await store.remaining([lease.id, other.id])
-        assert set(told) in (set(), {lease.id, other.id})
-        assert all(0 < each <= most_s for each in told.values())
+        found = await store.remaining([lease.id, other.id])
+        assert set(found) in (set(), {lease.id, other.id})
+        assert all(0 < each <= most_s for each in found.values())
         await store.revoke(other)
-        told = await store.remaining([other.id])
-        assert told in ({}, {other.id: 0.0})
+        found = await store.remaining([other.id])
+        assert found in ({}, {other.id: 0.0})

@@ -59,7 +59,7 @@ function draw() {
   const facts = el('dl'), put = (k, v) => { const d = el('dd', 'clip'); d.append(v); facts.append(el('dt', '', k), d); };
   if (row.leader != null && term) put('since', term[6] ? `${clock(term[2])}, ${span(Math.max(0, known() - term[2]))} ago` : `before ${clock(term[2])}, at least ${span(Math.max(0, known() - term[2]))}`);
   else if (term) put('ended', `${clock(term[3] ?? term[2])}, ${CAUSES[term[4]] ?? ''}`);
-  if (row.ordered) put('order', 'the leader has been ordered to let go');
+  if (row.ordered) put('order', 'the leader has been ordered to resign');
   const meta = Object.entries(known_?.leader?.meta ?? {});
   if (meta.length) {
     const tags = el('span', 'tags');

@@ -55,19 +55,19 @@ export function confirm({ title, steps, note, command, label, danger, request, e
 export const quoted = text => /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 
 export function transfer(row, to, ttl) {
-  const name = said(row.name), leader = said(row.leader), heir = said(to);
+  const name = said(row.name), leader = said(row.leader), successor = said(to);
   const lock = row.kind === 'locks' ? ' --lock' : '', wait = ttl ? `${ttl.toFixed(0)} s` : 'its ttl';
   confirm({
-    title: `Hand ${name} over to ${heir}?`,
+    title: `Hand ${name} over to ${successor}?`,
     steps: [
-      `${heir} is asked whether it is ready. If it does not confirm within 10 s, ${leader} keeps ${name}.`,
+      `${successor} is asked whether it is ready. If it does not confirm within 10 s, ${leader} keeps ${name}.`,
       `${leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end.`,
-      `${heir} leads, with a token above ${row.token}. In between nobody leads, usually for a few milliseconds.`,
+      `${successor} leads, with a token above ${row.token}. In between nobody leads, usually for a few milliseconds.`,
       `${leader} does as it is programmed: usually it goes to the end of the line.`,
     ],
     note: `If ${leader} hangs, it keeps ${name} until its lease ends (${wait} after its last renewal). Late writes with token ${row.token} are refused wherever tokens are checked.`,
     command: `doyen transfer ${quoted(row.name)} --to ${quoted(to)}${lock}`,
-    label: `Hand over to ${heir}`,
+    label: `Hand over to ${successor}`,
     request: { action: 'transfer', kind: row.kind, name: row.name, to, token: row.token },
   });
 }
@@ -80,7 +80,7 @@ export function resign(row) {
     steps: [
       `${leader} is told to stop. Its work under token ${row.token} is cancelled, and has to end within 10 s; otherwise this fails and ${leader} keeps ${name}.`,
       next ? `${next}, first in line, leads with a token above ${row.token}.` : `Nobody is in line: nobody ${row.kind === 'elections' ? 'leads' : 'has it'} until somebody stands.`,
-      `${leader} does as it is programmed: it may stand again.`,
+      `${leader} does as it is programmed: it may campaign again.`,
     ],
     note: `Late writes with token ${row.token} are refused wherever tokens are checked.`,
     command: row.kind === 'semaphores' ? '' : `doyen resign ${quoted(row.name)}${lock}`,   // the command line has none for a slot

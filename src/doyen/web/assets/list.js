@@ -19,7 +19,7 @@ function measure() {
 }
 const frame = () => { const end = now(); return { from: end - view.minutes * 60, to: end, known: Math.min(end, known()), tolerance: Infinity }; };
 
-// What a row says about its election: led, lost (nobody, and somebody should), free, or unknown.
+// What a row says about its election: led, lost (no leader, though there should be one), free, or unknown.
 export function condition(row) {
   if (row.leader != null) {
     const left = leaseLeft(row);

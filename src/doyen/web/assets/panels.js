@@ -225,7 +225,7 @@ function moveShard(n) {
     steps: [
       'The member becomes the preferred owner of the shard, until that is changed.',
       'The controller plans the move. The new owner prepares; until it is ready, nothing changes for the old one.',
-      'The old owner ends its work, and then lets go. Between its end and the beginning of the new owner, the shard has no owner.',
+      'The old owner ends its work, and then releases the shard. Between its end and the beginning of the new owner, the shard has no owner.',
     ],
     note: 'If the new owner does not become ready in time, the move is given up. If the old one does not end, the move is reported as stuck.',
     command: `doyen shards ${quoted(set.name)} move SHARD MEMBER`,
@@ -355,7 +355,7 @@ function drawProcesses(all) {
     const mark = JSON.stringify([p, off]), known = processRows.get(p.name);
     if (known?.mark === mark) return;
     const row = el('div', 'proc'), acts = el('span', 'acts2'), focused = document.activeElement?.dataset?.process;
-    row.append(el('span', `dot ${{ dead: 'bad', frozen: 'warn', starting: 'unknown' }[p.state] ?? ''}`), el('b', '', p.name), el('span', 'muted clip', p.detail ? `${p.word}, ${p.detail}` : p.word));
+    row.append(el('span', `dot ${{ dead: 'bad', frozen: 'warn', starting: 'unknown' }[p.state] ?? ''}`), el('b', '', p.name), el('span', 'muted clip', p.detail ? `${p.label}, ${p.detail}` : p.label));
     for (const [action, label] of p.actions) {
       const b = el('button', action === 'kill' ? 'small danger' : 'small', label);
       b.disabled = !!off;

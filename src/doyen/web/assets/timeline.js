@@ -7,13 +7,13 @@
 import { clock, date, day, el, hue, plain, said, span } from './text.js';
 
 export const FAILED = new Set(['expired', 'died', 'lost', 'violation']);
-export const TAGS = {   // the same in a word
+export const TAGS = {   // the same, shorter
   expired: 'lease', died: 'died', lost: 'lost', resigned: 'resigned', transferred: 'handover',
-  'let go': 'let go', ended: 'ended', violation: 'violation',
+  released: 'released', ended: 'ended', violation: 'violation',
 };
 export const CAUSES = {
   expired: 'lease ran out', died: 'process died', lost: 'lost', resigned: 'resigned',
-  transferred: 'handed over', 'let go': 'let go', ended: 'ended', violation: 'violation',
+  transferred: 'handed over', released: 'released', ended: 'ended', violation: 'violation',
 };
 const LEAST = 3;       // pixels of a gap, however short
 const DENSE = 200;     // terms of a lane

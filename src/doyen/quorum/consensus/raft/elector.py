@@ -47,9 +47,9 @@ LOOKING, FOLLOWING, LEADING = Role.LOOKING, Role.FOLLOWING, Role.LEADING
 
 
 class RaftCampaign(Struct):
-    """What a looking server does to get a leader: a pre-vote or, with `standing`, a candidacy."""
+    """What a looking server does to get a leader: a pre-vote, or an election."""
 
-    standing: bool
+    pre_vote: bool
     token: int = 0
     """A candidate's own vote counts, and it asks for others, once this is on disk."""
     transfer: bool = False
@@ -203,19 +203,19 @@ class Elector:
         self._save()
         self._look()
 
-    def _canvass(self) -> None:
+    def _begin_pre_vote(self) -> None:
         """Run a pre-vote: ask whether a campaign would succeed before beginning a generation."""
         self._look()
-        self._begin(RaftCampaign(standing=False))
+        self._begin(RaftCampaign(pre_vote=True))
         self._count(self.id)
 
-    def _stand(self, *, transfer: bool) -> None:
+    def _become_candidate(self, *, transfer: bool) -> None:
         """Begin a new generation, and ask for votes once this server's own vote is on disk."""
         self._look()
         self.generation += 1
         self.vote = self.id
         self._save()
-        self._begin(RaftCampaign(standing=True, token=self._token, transfer=transfer))
+        self._begin(RaftCampaign(pre_vote=False, token=self._token, transfer=transfer))
 
     def _begin(self, campaign: RaftCampaign) -> None:
         self._campaign = campaign
@@ -225,11 +225,11 @@ class Elector:
 
     def _solicit(self, peer: str, campaign: RaftCampaign) -> None:
         last, generation = self.log.last, self.log.last_generation
-        if campaign.standing:
+        if campaign.pre_vote:
+            self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
+        else:
             vote = Vote(self.generation, last, generation, campaign.transfer)
             self._out.append(Send(peer, vote, campaign.token))
-        else:
-            self._out.append(Send(peer, PreVote(self.generation + 1, last, generation)))
 
     def _count(self, voter: str) -> None:
         """Process a vote for this server, which campaigns."""
@@ -237,10 +237,10 @@ class Elector:
         assert campaign is not None
         campaign.votes.add(voter)
         if self._elected(campaign.votes):
-            if campaign.standing:
-                self._lead()
+            if campaign.pre_vote:
+                self._become_candidate(transfer=False)
             else:
-                self._stand(transfer=False)
+                self._lead()
 
     def _elected(self, votes: set[str]) -> bool:
         """Whether these votes are a majority."""
@@ -248,10 +248,10 @@ class Elector:
 
     # Answering requests for votes.
 
-    def _campaigns(self, *, standing: bool) -> bool:
-        return self._campaign is not None and self._campaign.standing is standing
+    def _campaigns(self, *, pre_vote: bool) -> bool:
+        return self._campaign is not None and self._campaign.pre_vote is pre_vote
 
-    def _content(self) -> bool:
+    def _hears_leader(self) -> bool:
         """Whether this server hears a leader, so that no other is needed."""
         return self.role is LEADING or (
             self.leader is not None and self._now - self._heard < self.settings.election_timeout_s
@@ -267,7 +267,7 @@ class Elector:
 
     def _pre_vote(self, peer: str, message: PreVote) -> None:
         future = message.generation > self.generation
-        if future and self._content():
+        if future and self._hears_leader():
             return
         # One of an earlier generation is answered all the same: its sender has to learn that it is
         # behind.
@@ -288,7 +288,7 @@ class Elector:
         the votes. The one whose name comes first asks again, if the other, which is now known to
         want a leader, is all that it lacks."""
         return (
-            not campaign.standing
+            campaign.pre_vote
             and self.id < peer
             and message.generation == self.generation + 1
             and message.last_index == self.log.last
@@ -298,7 +298,7 @@ class Elector:
 
     def _vote_asked(self, peer: str, message: Vote) -> None:
         if message.generation > self.generation:
-            if self._content() and not message.transfer:
+            if self._hears_leader() and not message.transfer:
                 return
             self._adopt(message.generation, peer if self._up_to_date(message) else None)
         if (
@@ -322,7 +322,7 @@ class Elector:
         if not message.granted:
             if message.generation > self.generation:
                 self._adopt(message.generation)
-        elif self._campaigns(standing=False) and message.generation == self.generation + 1:
+        elif self._campaigns(pre_vote=True) and message.generation == self.generation + 1:
             self._count(peer)
 
     def _vote_reply(self, peer: str, message: VoteReply) -> None:
@@ -331,7 +331,7 @@ class Elector:
         elif (
             message.granted
             and message.generation == self.generation
-            and self._campaigns(standing=True)
+            and self._campaigns(pre_vote=False)
         ):
             mark = self.witnessed.get(peer, Position())
             last = mark.last_generation, mark.last_index
@@ -346,7 +346,7 @@ class Elector:
             and self.role is not LEADING
             and self._may_campaign()
         ):
-            self._stand(transfer=True)
+            self._become_candidate(transfer=True)
 
 
 def _settings(settings: ProtocolSettings) -> RaftSettings:

@@ -30,7 +30,7 @@ class Progress:
 
     __slots__ = (
         *("active", "flying", "flying_bytes", "lately", "match"),
-        *("next", "pace", "paused", "round", "told"),
+        *("next", "pace", "paused", "round", "commit_sent"),
     )
 
     def __init__(self, following: int) -> None:
@@ -45,7 +45,7 @@ class Progress:
         """The same for the interval before."""
         self.round = 0
         """The latest round that it has answered."""
-        self.told = 0
+        self.commit_sent = 0
         """The commit index that it was sent last, as far as its log goes."""
         self.flying: deque[tuple[int, int]] = deque()
         """While streaming: the last index and the size of each message that is not answered."""

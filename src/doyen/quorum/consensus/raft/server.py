@@ -21,9 +21,9 @@ The rules for safety, and where each is implemented:
 
 The rules for progress:
 
-- A campaign follows a successful pre-vote, which changes no generation (`_canvass`). A server that
-  hears a leader ignores both (`_content`), unless that leader transfers its leadership. A leader
-  that hears no majority for an election timeout steps down.
+- A campaign follows a successful pre-vote, which changes no generation (`_begin_pre_vote`). A
+  server that hears a leader ignores both (`_hears_leader`), unless that leader transfers its
+  leadership. A leader that hears no majority for an election timeout steps down.
 - Messages of an earlier generation are answered in the receiver's own, never dropped: otherwise a
   server that is ahead of a leader could neither be reached by it nor depose it.
 - When the leader's connection ends, its followers forget it in the same generation and run a
@@ -94,7 +94,7 @@ class Raft(Elector):
     def _set_up(self) -> None:
         self._patience = self.settings.election_timeout_s
         self._peers: dict[str, Progress] = {}
-        self._opening = 0
+        self._first_index = 0
         self._round = 0
         self._reads: deque[tuple[int, int, int]] = deque()
         self._successor: str | None = None
@@ -148,7 +148,7 @@ class Raft(Elector):
         if self.role is LEADING:
             self._lead_on()
         elif self._may_campaign():
-            self._canvass()
+            self._begin_pre_vote()
         else:
             self._look()
 
@@ -161,7 +161,7 @@ class Raft(Elector):
             )
         self._written = token
         campaign = self._campaign
-        if campaign is not None and campaign.standing and token >= campaign.token:
+        if campaign is not None and not campaign.pre_vote and token >= campaign.token:
             self._count(self.id)
         if self.log.persisted(token) and self.role is LEADING:
             self._advance()
@@ -355,7 +355,7 @@ class Raft(Elector):
         self._peers = {
             peer: Progress(following) for peer in self.membership.everyone if peer != self.id
         }
-        self._opening = following
+        self._first_index = following
         self._beat_at = self._now + self.settings.heartbeat_s
         self._check_at = self._now + self.settings.election_timeout_s
         self._arm()
@@ -435,7 +435,7 @@ class Raft(Elector):
                 progress.flying_bytes += size
             else:
                 progress.paused = True
-            progress.told = max(progress.told, min(self.commit, last))
+            progress.commit_sent = max(progress.commit_sent, min(self.commit, last))
             self._out.append(Send(peer, message))
 
     def _message(self, following: int) -> tuple[Append, int]:
@@ -471,7 +471,7 @@ class Raft(Elector):
             message = Append(
                 self.generation, previous, before, (), self.commit, self._round, log.durable
             )
-            progress.told = max(progress.told, min(self.commit, previous))
+            progress.commit_sent = max(progress.commit_sent, min(self.commit, previous))
             self._out.append(Send(peer, message))
 
     def _append_reply(self, peer: str, message: AppendReply) -> None:
@@ -503,7 +503,7 @@ class Raft(Elector):
                 self._hand_over(peer)
         if progress.next <= self.log.last:
             self._replicate(peer, progress)
-        if progress.told < self.commit:
+        if progress.commit_sent < self.commit:
             self._tell_commit(peer, progress)
 
     def _back_off(self, peer: str, progress: Progress, message: AppendReply) -> None:
@@ -563,7 +563,7 @@ class Raft(Elector):
         settled = self.commit < self.log.membership_index <= point
         self._commit_to(point)
         for peer, progress in self._peers.items():
-            if progress.told < progress.match:
+            if progress.commit_sent < progress.match:
                 self._tell_commit(peer, progress)
         if self._reads:
             self._serve_reads()
@@ -583,8 +583,8 @@ class Raft(Elector):
 
     def _tell_commit(self, peer: str, progress: Progress) -> None:
         commit = min(self.commit, progress.match)
-        if commit > progress.told:
-            progress.told = commit
+        if commit > progress.commit_sent:
+            progress.commit_sent = commit
             self._out.append(Send(peer, Heartbeat(self.generation, commit, 0, self.log.durable)))
 
     def _settle(self) -> None:
@@ -606,7 +606,7 @@ class Raft(Elector):
             return
         idle = self._confirmed() >= self._round
         # A round that has begun may have been answered before this read was requested.
-        self._reads.append((self._round + 1, max(self.commit, self._opening), event.token))
+        self._reads.append((self._round + 1, max(self.commit, self._first_index), event.token))
         if idle:
             self._begin_round(self.membership.voters)
             self._serve_reads()
@@ -634,7 +634,7 @@ class Raft(Elector):
         need."""
         confirmed = self._confirmed()
         reads = self._reads
-        if self.commit >= self._opening:
+        if self.commit >= self._first_index:
             while reads and reads[0][0] <= confirmed:
                 _, index, token = reads.popleft()
                 self._out.append(ReadReady(token, index))
@@ -712,7 +712,7 @@ class Raft(Elector):
     def _may_change(self) -> bool:
         """Without a committed entry of this generation, a change left over from an earlier one
         could still be committed, by a majority that does not overlap this one."""
-        return self.log.membership_index <= self.commit and self.commit >= self._opening
+        return self.log.membership_index <= self.commit and self.commit >= self._first_index
 
     def _behind(self, wanted: Membership) -> str | None:
         """A learner may become a voter when it has everything but what is in flight."""
