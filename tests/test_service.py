@@ -111,7 +111,7 @@ def test_a_manager_that_is_gone_or_does_not_read_harms_nobody(
     gone.tell(READY=1)
     gone.tell(WATCHDOG=1)
     assert [record.getMessage() for record in caplog.records] == [
-        "the service manager cannot be told READY=1: [Errno 2] No such file or directory"
+        "the service manager could not be notified of READY=1: [Errno 2] No such file or directory"
     ]
     manager = Manager(f"{tmp_path}/full")
     busy = ServiceManager(manager.address)
