@@ -45,7 +45,6 @@ from doyen.errors import (
     LeaseGone,
     NotElected,
     OutcomeUnknown,
-    SessionClosed,
     StoreError,
     StoreUnavailable,
     TicketGone,
@@ -362,8 +361,9 @@ class Candidacy:
     ) -> None:
         """On the caller's thread. Raises if the session is closed, or if the calling scope would
         wait for itself."""
-        if core.closed:
-            raise SessionClosed(core.closed)
+        self.core = core
+        self.settings = settings
+        core.check_open()
         held = [
             each.term
             for each in entered_campaigns.get()
@@ -378,8 +378,6 @@ class Candidacy:
                 " and session: a second campaign would wait for the first without end"
             )
         self._claiming_type = claiming
-        self.core = core
-        self.settings = settings
         self._claiming: Claiming | None = None
         self._leading: Leading | None = None
         self._left = False

@@ -162,7 +162,7 @@ class LeaseValidity:
             listeners, self._listeners = self._listeners, {}
         # Bodies learn it first. What else is to be done wakes doyen's thread, which would compete
         # with theirs for the interpreter.
-        for term in terms:
+        for term in terms.values():
             term._lose(reason)
         event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
 
