@@ -59,6 +59,8 @@ class Dialler:
         """`first` is the index of the node to begin with."""
         self.cluster = cluster
         self.next = first
+        self.avoid: Callable[[], str | None] = lambda: None
+        """The node to dial last, because the client has a connection to it already."""
         self._nodes = nodes
         self._security = security
         self._connect_timeout_s = connect_timeout_s
@@ -75,6 +77,8 @@ class Dialler:
         good, otherwise `StoreUnavailable`."""
         count = len(self._nodes)
         order = [self._nodes[(self.next + step) % count] for step in range(count)]
+        avoided = self.avoid()
+        order.sort(key=lambda address: address == avoided)
         loop = asyncio.get_running_loop()
         dialling: dict[asyncio.Task[FrameConnection], str] = {}
         failures: list[StoreError] = []

@@ -1,8 +1,9 @@
 """The Store port on a quorum of doyen's own nodes.
 
 There are two connections, to different nodes where there are several: one for renewals, and one
-for everything else. This module translates the port's calls into commands of the keyspace (see
-`doyen.quorum.keyspace.commands`) and the results back.
+for everything else. A warden ends a lease over both, because it has no other requests by which it
+would have noticed that a node is silent. This module translates the port's calls into commands of
+the keyspace (see `doyen.quorum.keyspace.commands`) and the results back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from doyen.errors import ConfigError, StoreUnusable
+from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.model import Entry, Finding, Lease, Version
 from doyen.quorum.keyspace.commands import (
     RANKS,
@@ -94,12 +95,13 @@ class QuorumStore(GuardedStore):
         self._connect_timeout_s = connect_timeout_s
         self._cluster = ExpectedCluster(cluster)
         first = random.randrange(len(nodes))  # so that clients are spread over the nodes
-        self._requests, self._renewals = (
-            QuorumConnection(
-                Dialler(nodes, security, self._cluster, connect_timeout_s, at % len(nodes))
-            )
+        diallers = [
+            Dialler(nodes, security, self._cluster, connect_timeout_s, at % len(nodes))
             for at in (first, first + 1)
-        )
+        ]
+        self._requests, self._renewals = map(QuorumConnection, diallers)
+        diallers[0].avoid = lambda: self._renewals.node
+        diallers[1].avoid = lambda: self._requests.node
 
     async def open(self, token_floor: int) -> None:
         """Check that a node answers, and raise tokens above `token_floor`. Waits, up to the
@@ -152,7 +154,24 @@ class QuorumStore(GuardedStore):
                 f"the lease {lease} belongs to the cluster {cluster}, and these nodes are of the"
                 f" cluster {self._cluster.id}"
             )
-        await self.revoke(Lease(lease, 0.0))
+        self._require_usable()
+        # No two leases have the same number, so the second of two revocations has no effect.
+        command = Revoke(int(lease))
+        connections = (self._requests, self._renewals)[: len(self._nodes)]
+        writes = [asyncio.ensure_future(each.write(command)) for each in connections]
+        try:
+            waiting = set(writes)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(write.exception() is None for write in done):
+                    return
+        finally:
+            for write in writes:
+                write.cancel()
+            await asyncio.gather(*writes, return_exceptions=True)
+        # If the outcome of one is unknown, that of the whole is; and if one may be repeated, both.
+        failures = [error for write in writes if (error := write.exception())]
+        raise max(failures, key=_precedence)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         match await self._write(Create(key, value, _number(lease))):
@@ -328,6 +347,10 @@ def _version(version: Version | None) -> int:
         return 0
     # The version of another kind of store matches no entry.
     return version if isinstance(version, int) else -1
+
+
+def _precedence(error: BaseException) -> int:
+    return 2 * isinstance(error, OutcomeUnknown) + isinstance(error, StoreUnavailable)
 
 
 def _unexpected(result: Result) -> StoreUnusable:
