@@ -50,6 +50,8 @@ from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import USER, Command, ReplicatedMachines
 from doyen.quorum.protocol.frames import MAX_FRAME
+from doyen.testing.virtual import run_virtual
+from support import runner
 
 KEEPALIVE_S = 1.0
 """How long a link may be silent before it is given up."""
@@ -635,3 +637,23 @@ async def storm(world: World, seconds: float = 12.0, clients: int = 6) -> Client
     if len({*agreed}) != len(agreed):
         people.wrong.append("something was carried out twice")
     return people
+
+
+def run_world(main: Callable[[World], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Three nodes of which one leads."""
+
+    async def begin() -> None:
+        world = World(**options)
+        await world.boot()
+        await world.leader()
+        await main(world)
+        assert not world.aborted
+
+    run_virtual(begin)
+
+
+with_world = runner(run_world)
+
+
+def follower_of(world: World) -> Driver:
+    return next(node for node in world.nodes.values() if node.role is Role.FOLLOWING)

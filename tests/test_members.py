@@ -14,8 +14,7 @@ from doyen.quorum.node.admin import MAX_MEMBERS, AdminRequest, changed
 from doyen.quorum.node.membership import FOUNDING, JOINING, Members, NodeMember, initial_member
 from doyen.quorum.protocol.frames import ConnectionRefused
 from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
-from drivers import VOTERS, World
-from test_driver import with_world
+from drivers import VOTERS, World, with_world
 
 PEERS = {"n1": "h1:1", "n2": "h2:1", "n3": "h3:1"}
 IDS = {"n1": "m1", "n2": "m2", "n3": "m3"}

@@ -43,8 +43,8 @@ from doyen.quorum.protocol.requests import (
     Write,
 )
 from doyen.testing.virtual import run_virtual
-from drivers import World
-from test_driver import SMALL, follower_of, run
+from drivers import World, follower_of, run_world
+from test_driver import SMALL
 from test_quorum_service import TTL_S, Client, Quorum, granted, on_quorum
 
 
@@ -386,7 +386,7 @@ def test_a_snapshot_that_found_no_room_is_taken_when_there_is_some(
         await world.until(lambda: node.status().snapshot > 0, within_s=5.0)
         assert caplog.text.count("event=snapshot_failed") == 1
 
-    run(main, limits=SMALL)
+    run_world(main, limits=SMALL)
 
 
 async def median_s(world: World, node: Driver) -> float:
