@@ -118,7 +118,7 @@ def taken_over(make: Make) -> list[str]:
     for scheduler, name in ((jobs, "first"), (others, "second")):
         options: Any = {"args": [name], "id": "hourly", "misfire_grace_time": None}
         scheduler.add_job(ran.append, "interval", hours=1, **options)
-        scheduler.add_job(ran.append, args=[f"{name} once"], misfire_grace_time=None)
+        scheduler.add_job(ran.append, args=[f"{name} once"], id="once", misfire_grace_time=None)
     first.start()
     until_blocking(lambda: "first once" in ran)
     second.start()
@@ -127,6 +127,8 @@ def taken_over(make: Make) -> list[str]:
     job.modify(next_run_time=job.next_run_time - timedelta(hours=1))  # when another led
     first.close()
     until_blocking(lambda: "second once" in ran)
+    # APScheduler removes the job after it has begun, and fails if it is being shut down then.
+    until_blocking(lambda: others.get_job("once") is None)
     others.shutdown()
     return [each for each in ran if each.startswith("second")]
 
