@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -100,6 +101,23 @@ async def test_a_new_leader_and_its_resignation_are_seen_at_once(place: Place) -
         await until(lambda: row.record is None, 0.1)
         assert terms(hub) == [("a", "released")]
         assert row.terms[0].until == pytest.approx(began, abs=0.1)
+
+
+@virtual
+async def test_reads_that_are_cancelled_before_they_begin_leave_no_request(place: Place) -> None:
+    session = await place.open()
+    async with observed(place) as hub, leading(session, "e", "a"):
+        await until(lambda: "elections/e" in hub.board.rows)
+        hub.board.open_page().show(["elections/e"])
+        for reading in (hub._look_at_leases, hub._read_trails):
+            hub._trails.clear()
+            hub._entries_tell = True
+            task = asyncio.ensure_future(reading())
+            await asyncio.sleep(0)  # its reads are tasks that have not begun
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        gc.collect()  # a request that is never awaited is a warning, and so an error
 
 
 @virtual

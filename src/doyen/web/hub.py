@@ -159,6 +159,10 @@ class Hub:
             self._tell_health()
         return result
 
+    async def _get(self, key: str) -> Entry | None:
+        """Read one entry. A task of this that is cancelled before it begins has made no request."""
+        return await self.call(self.core.store.get(key))
+
     def part_read(self, part: str) -> None:
         """A part of the page was read completely."""
         self._parts[part] = PartHealth(self.board.wall())
@@ -199,7 +203,7 @@ class Hub:
         key = leader_key("doyen dash")
         while True:
             try:
-                await self.call(self.core.store.get(key))
+                await self._get(key)
                 await self._look_at_leases()
                 await self._read_trails()
                 self.part_read("leases")
@@ -232,7 +236,7 @@ class Hub:
         failed: StoreError | None = None
         known = await self.remaining(shown) if self._entries_tell is not True else {}
         if shown and not known and self._entries_tell is not False:
-            looks = [self.call(self.core.store.get(entry.key)) for entry in shown.values()]
+            looks = (self._get(entry.key) for entry in shown.values())
             answers = await asyncio.gather(*looks, return_exceptions=True)
             for found in answers:
                 if isinstance(found, Entry):
@@ -258,7 +262,7 @@ class Hub:
             and self._trails.get(row.key, -inf) < row.changed_at + TRAIL_S
             and is_name(row.name)  # others are not of doyen, and have no trail
         ][:READERS]
-        reads = [self.call(self.core.store.get(trail_key(row.name))) for row in due]
+        reads = (self._get(trail_key(row.name)) for row in due)
         answers = await asyncio.gather(*reads, return_exceptions=True)
         for row, found in zip(due, answers, strict=True):
             if isinstance(found, BaseException):
