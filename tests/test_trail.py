@@ -14,6 +14,8 @@ import doyen
 from candidates import Capture
 from doyen import LeadershipLost, PastTerm, Session
 from doyen.cli import main
+from doyen.cli._output import Table
+from doyen.cli.history import view
 from doyen.election.trail import TERMS, TRAIL_BYTES, decode_trail, encode_trail
 from doyen.model import trail_key
 from doyen.stores.memory import MemoryStore
@@ -252,6 +254,15 @@ async def test_the_end_of_a_term_in_the_trail_is_final(place: Place) -> None:
     place.server.put(trail_key("e"), encode_trail([ended]), None)
     core_of(session).trail.note("e", PastTerm("a", 7, 100.0))
     assert await session.history("e") == [ended]
+
+
+def test_the_history_shows_a_term_that_an_order_ended_as_resigned() -> None:
+    ordered = PastTerm("a", 1, 1.0, 2.0, "lost", "'ops' ordered it to resign in favour of another")
+    lost = PastTerm("b", 2, 3.0, 4.0, "lost", "no renewal was confirmed in time")
+    (table,) = view("e", [lost, ordered]).parts
+    assert isinstance(table, Table)
+    assert [row[-1].partition(":")[0] for row in table.rows] == ["lost", "resigned"]
+    assert [*table.styles] == [0]
 
 
 def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Capture) -> None:

@@ -122,7 +122,7 @@ def view(election: str, terms: Sequence[PastTerm]) -> View:
         )
         if term.leads:
             table.styles[len(table.rows) - 1] = "bold green"
-        elif term.end == "lost":
+        elif _shown_end(term) == "lost":
             table.styles[len(table.rows) - 1] = "yellow"
     count = "1 term" if len(terms) == 1 else f"{len(terms)} terms"
     return View(f"{printable(election)}: {count}", [table])
@@ -133,4 +133,10 @@ def _end(term: PastTerm) -> str:
         return "leads"
     if not term.end:
         return "not recorded"
-    return f"{term.end}: {printable(term.reason)}" if term.reason else term.end
+    end = _shown_end(term)
+    return f"{end}: {printable(term.reason)}" if term.reason else end
+
+
+def _shown_end(term: PastTerm) -> str:
+    """An order ends the body as a loss does, but it was planned."""
+    return "resigned" if "ordered it to" in term.reason else term.end
