@@ -5,6 +5,7 @@
 - A block of `text` must then appear in one of the terminals: its lines in this order, possibly with
   other lines in between. A number matches any number, `…` any text, spaces any spaces.
 - A block of shell without a `text` block after it must succeed.
+- The ports of nodes and pages (74xx) are replaced by free ones, the same in all blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+from servers import free_port
+
 PATIENCE_S = 30.0
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.py)\n")
 _TERMINAL = re.compile(r"# terminal (\d)\n")
+_PORT = re.compile(r"(?<=:)74\d\d\b")
 
 
 class Block(NamedTuple):
@@ -54,6 +58,21 @@ def blocks(path: Path) -> Iterator[Block]:
         before = text[: found.start()]
         section = re.findall(r"^## (.*)$", before, re.MULTILINE)[-1:] or [""]
         yield Block(f"{path.name}:{before.count(chr(10)) + 1}", found[1], found[2], section[0])
+
+
+class FreePorts:
+    """Replaces the ports of documents: another program may have them, or another test."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, int] = {}
+
+    def in_place(self, text: str) -> str:
+        return _PORT.sub(lambda found: str(self._of(found[0])), text)
+
+    def _of(self, port: str) -> int:
+        if port not in self._free:
+            self._free[port] = free_port()
+        return self._free[port]
 
 
 class Terminal:
@@ -132,10 +151,12 @@ class Story:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._ports = FreePorts()
         self._terminals: dict[str, Terminal] = {}
 
     def run(self, document: list[Block]) -> None:
         """Execute the blocks one after the other."""
+        document = [block._replace(text=self._ports.in_place(block.text)) for block in document]
         for block, after in zip(document, [*document[1:], None], strict=True):
             if block.file:
                 (self._folder / block.file).write_text(block.text)

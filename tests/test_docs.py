@@ -30,7 +30,7 @@ from doyen.cli import parsers
 from doyen.lease.clock import SystemClock
 from doyen.lease.timing import Timing
 from doyen.stores.port import _BUILT_IN, Context, open_store
-from story import Block
+from story import Block, FreePorts
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -61,8 +61,9 @@ def with_files() -> Iterator[tuple[Block, dict[str, str]]]:
     [pytest.param(block, files, id=block.where) for block, files in with_files()],
 )
 def test_code_in_the_documents_runs(block: Block, files: dict[str, str], tmp_path: Path) -> None:
+    ports = FreePorts()
     for name, text in {**files, "block.py": block.text}.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(ports.in_place(text))
     result = subprocess.run(
         [sys.executable, "-W", "error", "block.py"],
         cwd=tmp_path,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from story import Block, Story, blocks
+from story import Block, FreePorts, Story, blocks
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -49,6 +49,14 @@ def test_a_document_with_wrong_output_fails(
         document.append(Block("there", "text", seen, ""))
     with pytest.raises(AssertionError, match=r"was not printed|did not succeed"):
         story.run(document)
+
+
+def test_ports_are_free_ones_and_the_same_in_all_blocks() -> None:
+    ports = FreePorts()
+    first, again, other = ports.in_place("n1=:7401 h:7401 h:7402 token 7401").split()[:3]
+    assert (first, other) != ("n1=:7401", "h:7402")
+    assert first.rpartition(":")[2] == again.rpartition(":")[2] != other.rpartition(":")[2]
+    assert ports.in_place("token 7401") == "token 7401"
 
 
 def test_every_file_is_used() -> None:
