@@ -37,7 +37,7 @@ layers: $(VENV)/.dev
 	@$(call stage,layers,$(BIN)/lint-imports --no-logo)
 
 tests: $(VENV)/.dev
-	@$(call stage,tests,$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder)
+	@$(call stage,tests,$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder)
 
 chaos: $(VENV)/.dev
 	@$(call stage,chaos,$(BIN)/pytest -m chaos --numprocesses 3 --dist loadgroup)
