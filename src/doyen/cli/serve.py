@@ -45,11 +45,11 @@ and add it again with an empty directory.
 
 Settings come from a TOML file (--config), from environment variables (DOYEN_NODE_ID,
 DOYEN_NODE_PEERS, …) and from options. Variables override the file, and options override both. On
-SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. It
-reads replaced certificates by itself; on SIGHUP it states whether they can be used. Other settings
-are read when it starts. Log lines go to standard error; with --json, changes are printed as JSON on
-standard output. Under systemd (Type=notify) the node reports that it listens, its role, and that it
-is alive.
+SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal, half a second later
+or more, it stops at once. It reads replaced certificates by itself; on SIGHUP it states whether
+they can be used. Other settings are read when it starts. Log lines go to standard error; with
+--json, changes are printed as JSON on standard output. Under systemd (Type=notify) the node reports
+that it listens, its role, and that it is alive.
 
 a configuration file:
   id = "n1"
