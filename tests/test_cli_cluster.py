@@ -7,6 +7,8 @@ import io
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,39 @@ def test_a_node_is_replaced(tmp_path: Path, capsys: Capture) -> None:
         assert sum("silent_because" in node for node in status["nodes"]) == 1
         with doyen.connect_blocking(quorum.url) as session, session.campaign("e") as term:
             assert term.token > token
+
+
+def test_what_is_not_the_node_that_is_added_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    """A member whose address is written differently, a node of another cluster, another service."""
+
+    def refusal(*arguments: str) -> str:
+        assert main(["cluster", *arguments, *store]) == 1
+        return capsys.readouterr().err
+
+    class Page(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with (
+        Quorum(tmp_path / "one") as quorum,
+        Quorum(tmp_path / "other", 1, cluster="other") as other,
+        HTTPServer(("127.0.0.1", 0), Page) as page,
+    ):
+        store = ["--store", quorum.url]
+        leader = quorum.leader().name
+        port = quorum.peers[leader].rpartition(":")[2]
+        threading.Thread(target=page.serve_forever, args=(0.01,), daemon=True).start()
+        same = f"127.0.1:{port}"  # 127.0.0.1, for a resolver
+        assert f"this is node '{leader}', not 'n4'" in refusal("add", "n4", same)
+        (moved,) = sorted(quorum.peers.keys() - {leader})[:1]
+        assert f"this is node '{leader}', not '{moved}'" in refusal("add", moved, same)
+        foreign = other.peers["n1"]
+        assert "belongs to cluster 'other', not to 'test'" in refusal("add", "n4", foreign)
+        somewhere = f"127.0.0.1:{page.server_port}"
+        assert "not a node of doyen: check host and port" in refusal("add", "n4", somewhere)
+        page.shutdown()
+        assert "n4 is not a member, so it was not removed" in refusal("remove", "n4")
+        assert output(capsys, "status", *store)["well"]
 
 
 def test_a_risky_removal_needs_confirmation(
@@ -142,6 +177,7 @@ def test_status_as_text_and_without_a_leader(tmp_path: Path, capsys: Capture) ->
         assert main(["cluster", "status", "--store", quorum.url]) == 1
         out = capsys.readouterr().out
         assert f"{leader.name}    {leader.address}  looking" in out
+        assert "there is no leader, and nothing can be read or written: 1 of 3 voters answer" in out
         assert out.count("silent") == 2
         silent = next(node for node in quorum.nodes.values() if node is not leader)
         assert out.count(silent.address) == 2  # in the table and in the reason
@@ -174,7 +210,14 @@ def test_status_of_nodes_that_do_not_all_know_who_leads(
     out = capsys.readouterr().out
     assert "n2 is not connected to n1: h2:7400: \\x1b[2Jempty; remove n2\n" in out
     assert "n2 waits for n3: start every node of its --peers with --found" in out
-    states[1:] = [condition("n4", "looking", leader=None)]
+    # A node of another cluster has a leader of its own.
+    states[1:] = [condition("n2", leader="n2")]
+    assert main(["cluster", "status", *store]) == 1
+    capsys.readouterr()
+    states[:] = [
+        condition("n1", "leading", learners=()),
+        condition("n4", "looking", leader=None),
+    ]
     assert main(["cluster", "status", *store]) == 0
     assert "outside" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from functools import partial
@@ -96,6 +97,8 @@ def test_a_secret_is_read_from_its_file_or_the_environment(tmp_path: Path) -> No
         ),
         ({"peers": "n1"}, "peers must have the form n1=host:port,n2=host:port; got 'n1'"),
         ({"peers": "a=:1,a=:2"}, "two peers have the name 'a'"),
+        ({"peers": "a = :1, a=:2"}, "two peers have the name 'a'"),
+        ({"secret_file": sys.executable}, "is not text: write hex or base64 to it"),
         ({"election_s": "soon"}, "election_s: 'soon' is not a duration"),
         ({"join": "perhaps"}, "the value must be true or false; got 'perhaps'"),
         ({"secret_file": "/nowhere"}, "secret file /nowhere cannot be read"),
@@ -155,6 +158,19 @@ def test_a_quorum_serves_and_its_nodes_stop_in_good_order(tmp_path: Path) -> Non
         leader.hear("role", leader=quorum.leader().name)
         for node in quorum.nodes.values():
             assert node.stop() == 0
+
+
+def test_a_signal_that_arrives_twice_is_one(tmp_path: Path) -> None:
+    """`timeout`, for instance, sends it to the process and to its group."""
+    with Quorum(tmp_path, 1) as quorum:
+        node = quorum.leader()
+        for _ in range(2):
+            node.process.send_signal(signal.SIGSTOP)
+            node.process.send_signal(signal.SIGTERM)
+            node.process.send_signal(signal.SIGINT)
+            node.process.send_signal(signal.SIGCONT)
+        node.hear("stopped")
+        assert node.process.wait(30) == 0
 
 
 def test_its_log_lines_are_keys_and_values_with_time_and_level(tmp_path: Path) -> None:
@@ -253,6 +269,22 @@ def test_a_port_that_is_taken_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert done.returncode == 69
     assert "Address already in use. Stop whatever listens there" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["n1", "n1/identity"])
+def test_a_data_directory_that_cannot_be_used(tmp_path: Path, place: str) -> None:
+    (tmp_path / "n1").mkdir()
+    if place == "n1":
+        (tmp_path / "n1").rmdir()
+        (tmp_path / "n1").touch()
+    else:
+        (tmp_path / place).mkdir()
+    command = [*DOYEN, "serve", "--found", "--id", "n1", "--peers", f"n1={addresses(1)[0]}"]
+    command += ["--data-dir", str(tmp_path / "n1")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 69
+    assert f"{tmp_path / 'n1'} cannot be used" in done.stderr
+    assert re.search("(Not|Is) a directory", done.stderr)
 
 
 def test_peers_that_differ_from_those_on_disk_are_reported(

@@ -276,6 +276,12 @@ async def main():
         child = os.fork()
         if not child:
             try:
+                print(node.role, flush=True)
+            except doyen.SessionClosed:
+                pass
+            else:
+                os._exit(3)
+            try:
                 await node.propose(b"x")
             except doyen.SessionClosed as error:
                 os._exit(0 if "parent process" in str(error) else 2)
@@ -296,6 +302,10 @@ asyncio.run(main())
         ({"peers": {"n2": "h:1"}}, "'n1' is not among its peers"),
         ({"peers": {"n1": "h"}}, "'h' is not an address"),
         ({"peers": {"n1": "h:1", "n2": "h:1"}}, "two nodes have one address"),
+        ({"peers": {"n1": "127.0.0.1:1", "n2": "localhost:1"}}, "two nodes have one address"),
+        ({"peers": ["h:1"]}, "; got ['h:1']"),
+        ({"peers": "n1=h:1"}, "peers must be a dict"),
+        ({"peers": {"n1": 7401}}, "peers must be a dict"),
         ({"join": True}, "needs the addresses of those it joins"),
         ({"protocol": "raftt"}, "no protocol 'raftt'; there are raft, zab"),
         ({"heartbeat_s": 0.6}, "at most half of election_s=1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,25 @@ async def test_a_founder_states_whom_it_waits_for(
         assert [line for line in lines() if line][:3] == ["n2, n3", "n3", "n2, n3"]
         for name in [*nodes.nodes]:
             await nodes.stop(name)
+
+
+async def test_founders_that_reconnect_are_not_reported_as_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the cluster is founded, the connections of the founding are closed."""
+    monkeypatch.setattr("doyen.quorum.node.server.FOUNDING_GRACE_S", 0.0)
+    nodes = Trio(tmp_path)
+    async with asyncio.timeout(60):
+        for name in ("n1", "n2", "n3"):
+            await nodes.start(name)
+        await nodes.leader()
+        for name in [*nodes.nodes]:
+            await nodes.stop(name)
+    for name in ("n1", "n2", "n3"):
+        waits = f"node {name} waits for "
+        lines = [text.partition(waits)[2].split(":")[0] for text in caplog.messages]
+        missing = [set(line.split(", ")) for line in lines if line]
+        assert all(after < before for before, after in pairwise(missing)), missing
 
 
 async def test_a_founding_that_was_interrupted_goes_on(tmp_path: Path) -> None:

@@ -74,6 +74,21 @@ def test_transfer_without_another_candidate_fails() -> None:
     assert isinstance(core.handle(TransferAsked(), 2.0)[0], TransferFailed)
 
 
+def test_a_transfer_just_after_a_check_of_the_quorum() -> None:
+    """The check forgets who has answered; the next answers have not arrived yet."""
+    core = leading()
+    while any(progress.active for progress in core._peers.values()):
+        for voter in ("b", "c"):
+            hear(core, HeartbeatReply(1, core._round), voter, core._now)
+        core.handle(Elapsed(), core.next_deadline)
+    assert sends(core.handle(TransferAsked(), core._now), TimeoutNow)
+    for _ in range(2):  # two checks later, those that have not answered are not chosen
+        core._check_at = core._now
+        hear(core, HeartbeatReply(1, core._round), "c", core._now)
+        core.handle(Elapsed(), core._now)
+    assert core._furthest() == "c"
+
+
 def test_stale_timeout_now_is_ignored() -> None:
     core = raft(recovered=recovered(5))
     assert hear(core, TimeoutNow(4)) == []

@@ -73,7 +73,7 @@ to all keys, or to those of --prefix. Users and roles are not copied.
 exit codes:
   0    done; status: every node answers, and every member knows the leader
   1    the change was not made; status: a node does not answer, or a member
-       knows no leader
+       knows no leader or is refused by the others
   others as for every command: see doyen --help
 
 examples:
@@ -215,17 +215,23 @@ def _confirm_removal(node: str, risks: list[str]) -> None:
 
 async def _change(args: argparse.Namespace) -> int:
     """Add, promote or remove a node, or transfer leadership."""
-    from doyen.stores.quorum.diagnosis import risks_of_removal
+    from doyen.stores.quorum.diagnosis import leading, risks_of_removal
 
     async with _quorum(args) as store:
         address = getattr(args, "address", "")
-        if args.action == "remove" and not args.force:
-            risks = risks_of_removal(await store.inspect(), args.node)
+        if args.action == "remove":
+            states = await store.inspect()
+            leads = leading(states)
+            if leads is not None and args.node not in (*leads.voters, *leads.learners):
+                members = ", ".join([*leads.voters, *leads.learners])
+                raise OrderFailed(
+                    f"{args.node} is not a member, so it was not removed: the members are {members}"
+                )
+            risks = [] if args.force else risks_of_removal(states, args.node)
             await asyncio.to_thread(_confirm_removal, args.node, risks)
         await _retried(lambda: store.administer(args.action, args.node, address), args)
         states = await store.inspect()
-    conditions = [state.condition for state in states if state.condition is not None]
-    leader = next((each for each in conditions if each.role == "leading"), None)
+    leader = leading(states)
     if args.json:
         members = (
             {"voters": list(leader.voters), "learners": list(leader.learners)} if leader else {}
@@ -247,15 +253,11 @@ async def _change(args: argparse.Namespace) -> int:
 
 
 async def _status(args: argparse.Namespace) -> int:
-    from doyen.stores.quorum.diagnosis import outsiders, remarks
+    from doyen.stores.quorum.diagnosis import all_well, outsiders, remarks
 
     async with _quorum(args) as store:
         states = await store.inspect()
-    outside = outsiders(states)  # empty while there is no leader
-    well = all(
-        state.condition and (state.condition.leader or state.condition.node in outside)
-        for state in states
-    )
+    outside, well = outsiders(states), all_well(states)
     if args.json:
         print_json({"well": well, "nodes": [_as_dict(state, outside) for state in states]})
     else:

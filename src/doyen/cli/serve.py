@@ -45,11 +45,11 @@ and add it again with an empty directory.
 
 Settings come from a TOML file (--config), from environment variables (DOYEN_NODE_ID,
 DOYEN_NODE_PEERS, …) and from options. Variables override the file, and options override both. On
-SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal it stops at once. It
-reads replaced certificates by itself; on SIGHUP it states whether they can be used. Other settings
-are read when it starts. Log lines go to standard error; with --json, changes are printed as JSON on
-standard output. Under systemd (Type=notify) the node reports that it listens, its role, and that it
-is alive.
+SIGTERM or Ctrl-C the node hands over leadership and stops; on a second signal, half a second later
+or more, it stops at once. It reads replaced certificates by itself; on SIGHUP it states whether
+they can be used. Other settings are read when it starts. Log lines go to standard error; with
+--json, changes are printed as JSON on standard output. Under systemd (Type=notify) the node reports
+that it listens, its role, and that it is alive.
 
 a configuration file:
   id = "n1"
@@ -90,7 +90,7 @@ def read_peers(text: str) -> dict[str, str]:
     """Parse `n1=host:port,n2=host:port`. Without a host, the address is on this machine."""
     peers = {}
     for part in text.split(","):
-        name, equals, address = part.strip().partition("=")
+        name, equals, address = map(str.strip, part.partition("="))
         if not (name and equals and address):
             raise ConfigError(f"peers must have the form n1=host:port,n2=host:port; got {text!r}")
         if name in peers:
@@ -177,6 +177,10 @@ def run(args: argparse.Namespace) -> int:
         return runner.run(_serve(NodeOptions(**settings), _Doors(http, etcd, etcd_url), report))
 
 
+SAME_SIGNAL_S = 0.5
+"""A second signal that follows within this time was not sent by somebody who has waited."""
+
+
 class _Doors(NamedTuple):
     """Further addresses that a node listens on."""
 
@@ -190,7 +194,8 @@ def _check_etcd_api() -> None:
         import doyen.quorum.etcd_api.door  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"etcd's API needs {error.name}: pip install 'doyen[etcd-api]'"
+            f"etcd's API needs packages that are not installed ({error.name}): pip install"
+            " 'doyen[etcd-api]'"
         ) from error
 
 
@@ -287,6 +292,10 @@ def _secret(path: Path) -> str:
         secret = path.read_text().strip()
     except OSError as error:
         raise ConfigError(f"the secret file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the secret file {path} is not text: write hex or base64 to it"
+        ) from error
     if not secret:
         raise ConfigError(f"the secret file {path} is empty: write a long random line to it")
     return secret
@@ -344,12 +353,15 @@ async def _serve_until_stopped(settings: NodeOptions, doors: _Doors, report: Rep
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     node, manager = settings.id, ServiceManager.of_environment()
+    impatient_at = 0.0
 
     def on_signal(number: signal.Signals) -> None:
+        nonlocal impatient_at
         if stop.is_set():
-            if number is signal.SIGHUP:
-                return  # a terminal that is closed may send it twice
+            if number is signal.SIGHUP or loop.time() < impatient_at:
+                return  # a terminal that is closed, or a wrapper such as timeout, may send it twice
             os._exit(128 + number)
+        impatient_at = loop.time() + SAME_SIGNAL_S
         words = f"node {node} hands over leadership and stops"
         manager.tell(STOPPING=1, STATUS=words)
         report(words, event="stopping", node=node)
@@ -427,8 +439,10 @@ def _report_roles(
 
     def on_role(role: Role, generation: int, leader: str | None) -> None:
         known = f"the leader is {leader}" if leader else "it knows no leader"
+        removed = {}
         if node not in server.driver.membership.everyone:
             known = "it is not a member of the cluster and may be stopped"
+            removed["reason"] = known
         words = f"node {node} is {role} in generation {generation}: {known}"
         manager.tell(STATUS=words)
         report(
@@ -438,6 +452,7 @@ def _report_roles(
             role=str(role),
             generation=generation,
             leader=leader,
+            **removed,
         )
 
     server.driver.on_role(on_role)

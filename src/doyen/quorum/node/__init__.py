@@ -97,6 +97,12 @@ class Node:
             raise ConfigError(
                 f"a node needs {error.name}: install doyen[quorum] (pip install 'doyen[quorum]')"
             ) from error
+        if not isinstance(peers, Mapping) or not all(
+            isinstance(text, str) for pair in peers.items() for text in pair
+        ):
+            raise ConfigError(
+                f'peers must be a dict such as {{"n1": "10.0.0.1:7400"}}; got {peers!r}'
+            )
         self._options: NodeOptions = NodeOptions(
             id=id,
             peers=dict(peers),
@@ -160,6 +166,7 @@ class Node:
     def _running(self) -> NodeServer:
         if self._opened is None:
             raise SessionClosed("the node is not running: enter it with `async with`")
+        self._inside  # noqa: B018 - in a forked child, what is known of it would be stale
         return self._opened
 
     @property

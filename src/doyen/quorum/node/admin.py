@@ -29,6 +29,7 @@ from doyen.quorum.node.leader_calls import (
 from doyen.quorum.node.peers import too_old
 from doyen.quorum.node.proposals import Batch, Proposals
 from doyen.quorum.node.pump import Pump
+from doyen.quorum.protocol.frames import ConnectionRefused
 from doyen.quorum.protocol.handshake import MAX_NAME
 from doyen.quorum.protocol.security import parse_address
 
@@ -110,9 +111,9 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
 def _check_free(addresses: Mapping[str, str], node: str) -> None:
     """Raise if another member has the address of this one. The member at that address would be
     dialled under both names, and refuse one of them."""
-    place = _place(addresses[node])
+    wanted = place(addresses[node])
     for other, address in addresses.items():
-        if other != node and _place(address) == place:
+        if other != node and place(address) == wanted:
             raise OrderFailed(
                 f"{address} is the address of {other}: give {node} another one. If {node} is to"
                 f" replace {other}, remove that first (doyen cluster remove {other}); if"
@@ -121,7 +122,7 @@ def _check_free(addresses: Mapping[str, str], node: str) -> None:
             )
 
 
-def _place(address: str) -> tuple[str, int] | str:
+def place(address: str) -> tuple[str, int] | str:
     """An address in a form in which two that are written differently can be compared."""
     try:
         host, port = parse_address(address)
@@ -267,10 +268,16 @@ class Administration:
 
     async def _newest_of_added(self, request: AdminRequest) -> int | None:
         """The newest version of the state that a node which is to be added supports, if it answers.
-        A member that is too old would never be admitted, and would count as one that is down."""
-        if request.what != "add" or request.node in self._pump.core.membership.everyone:
+        A member that is too old would never be admitted, and would count as one that is down.
+        Raises if another node, or no node at all, answers at the address, however it is written."""
+        members = self._pump.core.membership
+        if request.what != "add" or members.addresses.get(request.node) == request.address:
             return None
-        return await self._newest(request.node, _reachable(request.address))
+        try:
+            newest = await self._newest(request.node, _reachable(request.address))
+        except ConnectionRefused as error:
+            raise OrderFailed(f"{request.node} was not added: {error}") from error
+        return None if request.node in members.everyone else newest
 
     def _version_in_flux(self) -> bool:
         """Whether the log may hold a command, not applied yet, that raises the cluster's version.

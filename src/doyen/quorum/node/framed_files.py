@@ -42,6 +42,8 @@ class FileSystem:
 
     def make_folder(self, path: Path) -> None:
         if not path.is_dir():
+            if path.exists():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             path.mkdir(parents=True)
             self.sync_folder(path.parent)
 

@@ -270,7 +270,8 @@ class PendingConnection(asyncio.Protocol):
             )
         except OSError as error:
             self.drop(
-                CloseReason.TLS if context else CloseReason.GARBAGE, f"did not connect: {error}"
+                CloseReason.TLS if context else CloseReason.GARBAGE,
+                f"did not connect: {str(error) or type(error).__name__}",
             )
         finally:
             self._connecting = False

@@ -353,18 +353,20 @@ class Members:
         """This node has dialled one that waits for the founding, or that has the record."""
         if info.founding:
             self._founders[node] = info.member
-            self._log_change()
+            self.log_change()
 
     def founder_disconnected(self, node: str) -> None:
+        """The connection has ended. That is not logged, because it also ends when the cluster has
+        been founded; if the node cannot be dialled again, `log_change` follows."""
         self._founders.pop(node, None)
-        self._log_change()
 
     def log_missing(self) -> None:
         """Log which founders are missing, and every change from now on."""
         self._logged = []
-        self._log_change()
+        self.log_change()
 
-    def _log_change(self) -> None:
+    def log_change(self) -> None:
+        """Log which founders are missing, if that has changed."""
         missing = self.awaited()
         if self._logged is not None and missing != self._logged:
             self._logged = missing

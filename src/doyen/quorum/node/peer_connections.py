@@ -139,6 +139,7 @@ class OutgoingPeer:
                     self._peers.errors.record(
                         error.reason, f"node {self.node!r} not reached: {error}"
                     )
+                self._peers.members.log_change()
             else:
                 self.dialling = self.refused = False
                 began = loop.time()

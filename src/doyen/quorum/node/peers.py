@@ -63,13 +63,16 @@ from doyen.quorum.protocol.connection import (
     dial,
 )
 from doyen.quorum.protocol.frames import MAX_FRAME, CloseReason, ConnectionRefused
-from doyen.quorum.protocol.handshake import ConnectionIdentity
+from doyen.quorum.protocol.handshake import ConnectionIdentity, MemberInfo
 from doyen.quorum.protocol.security import Security
 
 log = logging.getLogger("doyen")
 
 PROBE_S = 1.0
 """How long a connection may take to answer a ping before it counts as dead."""
+
+ANOTHER = frozenset({CloseReason.NODE, CloseReason.CLUSTER, CloseReason.GARBAGE})
+"""Refusals by which a dialled address proves to be that of something else than the wanted node."""
 
 Asked = Callable[[str, bytes, Callable[[bytes], None]], None]
 Streamed = Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]]
@@ -186,18 +189,22 @@ class Peers:
         return None if self._version <= newest else too_old(node, newest, self._version)
 
     async def newest(self, node: str, address: str) -> int | None:
-        """`supports`, for a node that is not a member yet; None if it does not answer."""
+        """`supports`, for a node that is not connected; None if it does not answer. Raises
+        `ConnectionRefused` if what answers at the address is not this node."""
         try:
             connection = await self.dial(
                 address,
                 self.me,
                 role="onlooker",
                 wanted=node,
+                info=MemberInfo(self.members.cluster_id),
                 on_frames=lambda *_: None,
                 on_end=lambda *_: None,
                 handshake_s=self._probe_s,
             )
-        except StoreError:
+        except StoreError as error:
+            if isinstance(error, ConnectionRefused) and error.reason in ANOTHER:
+                raise
             return None
         connection.close()
         return connection.supports[1]
@@ -291,7 +298,10 @@ class Peers:
             connection.refuse(CloseReason.VERSION, reason)
             return
         if not await self.is_unique(them):
-            text = f"another process is connected as node {them.node!r}: every node needs its own"
+            text = (
+                f"another process is connected as node {them.node!r}: every node needs an id of its"
+                " own"
+            )
             connection.refuse(CloseReason.DUPLICATE, text)
             return
         try:

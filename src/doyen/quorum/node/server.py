@@ -30,6 +30,7 @@ from doyen.lease.clock import SystemClock
 from doyen.quorum.consensus.core import ChangeAsked, Making, Membership, ProtocolSettings, Role
 from doyen.quorum.keyspace.state import QUOTA, Keyspace
 from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.node.admin import place
 from doyen.quorum.node.data_directory import DirectoryIdentity as Owner
 from doyen.quorum.node.data_directory import read_identity, read_member, survey, write_member
 from doyen.quorum.node.disk_space import DiskUsage
@@ -114,7 +115,7 @@ class NodeOptions:
         for address in (*self.peers.values(), self.listen):
             if address is not None:
                 parse_address(address)
-        if len({*self.peers.values()}) != len(self.peers):
+        if len({*map(place, self.peers.values())}) != len(self.peers):
             raise ConfigError(f"two nodes have one address: {dict(self.peers)}")
         security = self.security
         peers_known = self.peer_secret or security.certified or len(self.peers) == 1
@@ -192,6 +193,15 @@ def _open(
 ) -> tuple[FileJournal, NodeMember, Callable[[NodeMember], Awaitable[None]]]:
     """Open the data directory, or create it if the options say so. Returns the journal, the node's
     identity, and how to save that."""
+    try:
+        return _open_directory(options, owner, state)
+    except OSError as error:
+        raise StoreUnusable(f"{options.data_dir} cannot be used: {error}") from error
+
+
+def _open_directory(
+    options: NodeOptions, owner: Owner, state: Any
+) -> tuple[FileJournal, NodeMember, Callable[[NodeMember], Awaitable[None]]]:
     disk, folder = FileSystem(), Path(options.data_dir)
     start = partial(
         initial_member,

@@ -444,6 +444,8 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
             why = f": {exc}" if exc is not None else ""
             if not why and self._transport.get_extra_info("sslcontext") is not None:
                 why = "; it may not accept the certificate of this side, or need one"
+            elif not why and not self._keepalive.heard:
+                why = " and sent nothing; it may require TLS, which is not set here"
             self._not_established(
                 StoreUnavailable(f"{self} closed the connection before the handshake ended{why}")
             )
@@ -470,7 +472,13 @@ class FrameConnection(_FrameSender, asyncio.Protocol):
     def _shake_hands(self, data: bytes) -> None:
         """Process one frame at a time: those after the handshake have another limit."""
         while True:
-            others = self._decoder.feed(data, most=1)
+            try:
+                others = self._decoder.feed(data, most=1)
+            except FrameError as error:
+                if isinstance(self._handshake, ServerHandshake) or self._handshake.version:
+                    raise
+                text = "what answers there is not a node of doyen: check host and port"
+                raise FrameError(CloseReason.GARBAGE, text) from error
             data = b""
             if others:
                 raise FrameError(CloseReason.OUT_OF_TURN, "sent a frame before the handshake ended")

@@ -8,7 +8,15 @@ from typing import NamedTuple
 from doyen.model import Finding
 from doyen.quorum.protocol.requests import NodeStatus
 
-__all__ = ["NodeAnswer", "findings", "outsiders", "remarks", "risks_of_removal"]
+__all__ = [
+    "NodeAnswer",
+    "all_well",
+    "findings",
+    "leading",
+    "outsiders",
+    "remarks",
+    "risks_of_removal",
+]
 
 FOUND = "start every node of its --peers with --found and an empty data directory"
 BEHIND = 1000
@@ -25,24 +33,58 @@ class NodeAnswer(NamedTuple):
     """The name of the node at this address, if other nodes have named it."""
 
 
+def leading(states: Sequence[NodeAnswer]) -> NodeStatus | None:
+    """The node that leads, if it answers. An earlier leader may not know yet that it does not."""
+    up = (state.condition for state in states if state.condition is not None)
+    leaders = [each for each in up if each.role == "leading"]
+    return max(leaders, key=lambda each: each.generation, default=None)
+
+
 def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
     """The nodes that run and are not members, according to the leader: a removed node may not
     know that it was removed."""
-    up = [state.condition for state in states if state.condition is not None]
-    leaders = [each for each in up if each.role == "leading"]
-    if not leaders:
+    leads = leading(states)
+    if leads is None:
         return set()
-    leads = max(leaders, key=lambda each: each.generation)
-    return {each.node for each in up}.difference(leads.voters, leads.learners)
+    up = {state.condition.node for state in states if state.condition is not None}
+    return up.difference(leads.voters, leads.learners)
+
+
+def all_well(states: Sequence[NodeAnswer]) -> bool:
+    """Whether every node answers, and every member knows the leader and is refused by none. A node
+    of another cluster at the address of a member has a leader of its own."""
+    outside = outsiders(states)  # empty while there is no leader
+    up = [state.condition for state in states if state.condition is not None]
+    known = all(each.leader is not None or each.node in outside for each in up)
+    return len(up) == len(states) and known and not _refusals(up)
 
 
 def remarks(states: Sequence[NodeAnswer]) -> list[str]:
     """What keeps nodes that run from taking part, and the remedy, one line each."""
     up = [state.condition for state in states if state.condition is not None]
     waiting = [f"{_waits(each)}: {FOUND}" for each in up if each.missing]
-    return waiting + [
-        f"{node} is not connected to {', '.join(others)}: {reason}"
-        for (node, reason), others in _refusals(up).items()
+    return (
+        waiting
+        + _no_majority(up)
+        + [
+            f"{node} is not connected to {', '.join(others)}: {reason}"
+            for (node, reason), others in _refusals(up).items()
+        ]
+    )
+
+
+def _no_majority(up: Sequence[NodeStatus]) -> list[str]:
+    """That there is no leader because too few of the voters answer."""
+    if _led(up) or not up or any(each.missing for each in up):
+        return []
+    latest = max(up, key=lambda each: each.commit)
+    here = [voter for voter in latest.voters if voter in {each.node for each in up}]
+    needed = len(latest.voters) // 2 + 1
+    if len(here) >= needed:
+        return []
+    return [
+        f"there is no leader, and nothing can be read or written: {len(here)} of"
+        f" {len(latest.voters)} voters answer, and {needed} are needed"
     ]
 
 
@@ -64,11 +106,7 @@ def risks_of_removal(states: Sequence[NodeAnswer], node: str) -> list[str]:
     """The risks of removing this node now. The leader decides whether the change can be committed
     at all."""
     up = {state.condition.node: state.condition for state in states if state.condition}
-    leads = max(
-        (each for each in up.values() if each.role == "leading"),
-        key=lambda each: each.generation,
-        default=None,
-    )
+    leads = leading(states)
     if leads is None or node not in leads.voters or len(leads.voters) == 1:
         return []
     answer = [voter for voter in leads.voters if voter in up and up[voter].leader == leads.node]

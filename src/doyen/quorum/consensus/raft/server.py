@@ -665,18 +665,16 @@ class Raft(Elector):
             self._hand_over(successor)
 
     def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
-        """The other voter with the longest log, among those heard from and not avoided."""
-        best: str | None = None
-        for voter in self.membership.voters:
-            progress = self._peers.get(voter)
-            if (
-                progress is not None
-                and progress.active
-                and voter not in avoid
-                and (best is None or progress.match > self._peers[best].match)
-            ):
-                best = voter
-        return best
+        """The other voter with the longest log, among those heard from and not avoided. Just after
+        a check of the quorum none is `active`, so those that were before it count as well."""
+        heard = {
+            voter: (progress.match, progress.active)
+            for voter in self.membership.voters
+            if (progress := self._peers.get(voter)) is not None
+            and (progress.active or progress.lately)
+            and voter not in avoid
+        }
+        return max(heard, key=heard.__getitem__, default=None)
 
     def _hand_over(self, successor: str) -> None:
         """The successor may campaign as soon as it has the whole log."""
