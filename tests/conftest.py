@@ -27,6 +27,7 @@ import doyen
 import servers
 import summary
 from fixtures import shared
+from servers.janitor import janitor
 
 # The duration of an example means nothing, because other tests run at the same time.
 hypothesis.settings.register_profile("doyen", deadline=None)
@@ -93,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "chaos":
         config.pluginmanager.register(summary.Summary())
     _restore_signals()
+    janitor.hold_descendants()
     # Tests start hundreds of processes, each of which would compile doyen again, and the next run
     # would rewrite the assertions of all tests again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -130,6 +132,30 @@ nats = shared(servers.Nats, "session")
 mysql = shared(servers.MariaDB, "session")
 consul = shared(servers.Consul, "session")
 quorum = shared(servers.QuorumCluster, "session")
+
+
+@pytest.fixture(scope="session")
+def go_program() -> Path:
+    """The candidate in Go. Like all fixtures, it is made before the time of a test begins."""
+    from foreign import go_candidate
+
+    return go_candidate()
+
+
+@pytest.fixture
+def programs(request: pytest.FixtureRequest) -> None:
+    """The programs of others that take part on the engine of a test."""
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is not None and str(parameters.params.get("engine")).endswith(" go"):
+        request.getfixturevalue("go_program")
+
+
+@pytest.fixture(scope="session")
+def etcd3_program() -> Path:
+    """The interpreter of candidates and observers with python-etcd3."""
+    from mixed_line import etcd3_interpreter
+
+    return etcd3_interpreter()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -212,7 +212,10 @@ class Contest:
         hurt(leader)
         successor, new = self.leader(after=term["token"])
         stalled = stalled_s(before[successor], self._waits(successor))
-        return float(new["at"]) - began - stalled
+        took_s = float(new["at"]) - began
+        since = [event for _, event in self.events if event.get("at", 0.0) >= began]
+        print(f"elected after {took_s:.2f} s, {stalled:.2f} s of it without a processor: {since}")
+        return took_s - stalled
 
     def _waits(self, candidate: Candidate) -> tuple[Waits, ...]:
         alive = [pid for each in servers.running() if each.alive for pid in family_of(each.pid)]

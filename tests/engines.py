@@ -42,7 +42,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class ClusterEngine:
-    """A cluster of an engine, and a ttl that is longer than its own elections."""
+    """A cluster of an engine, and a ttl that outlasts its own elections on a busy machine too."""
 
     start: Callable[[], Cluster[Any]]
     ttl_s: float
@@ -53,7 +53,7 @@ CLUSTERS = {
     "etcd": ClusterEngine(servers.EtcdCluster, 5.0),
     "galera": ClusterEngine(servers.GaleraCluster, 10.0),
     "quorum": ClusterEngine(servers.QuorumCluster, 5.0),
-    "zookeeper": ClusterEngine(servers.ZooKeeperEnsemble, 8.0),
+    "zookeeper": ClusterEngine(servers.ZooKeeperEnsemble, 16.0),
 }
 
 

@@ -176,7 +176,7 @@ class Go(Etcdctl):
 
 
 def go_candidate() -> Path:
-    """The program in Go, built at the first call."""
+    """The program in Go, built at the first call. The fixture `go_program` calls it in time."""
     return built(Path(__file__).with_name("candidate.go"))
 
 

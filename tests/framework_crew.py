@@ -24,10 +24,10 @@ from doyen import Term
 from frozen import freeze
 from support import until_blocking
 
-TTL_S = float(os.environ.get("TTL_S", "10"))
+TTL_S = float(os.environ.get("TTL_S", "60"))
 """Of the processes. Nobody is frozen by the tests that are not trials."""
 TRIAL_TTL_S = "2"
-PROMPT_S = 5.0
+PROMPT_S = 30.0
 """A successor that began sooner has not waited for the lease to expire. The figure itself is
 measured by the trials."""
 PATIENCE_S = 60.0

@@ -22,6 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import grpc
@@ -359,9 +360,13 @@ class Elect(Programs):
         await self.line.clear(b"etcdctl")
 
 
+def etcd3_interpreter() -> Path:
+    return environment("etcd3", ETCD3_NEEDS) / "bin/python"
+
+
 def etcd3(role: str, line: MixedLine) -> list[str]:
-    program = str(environment("etcd3", ETCD3_NEEDS) / "bin/python")
-    return [program, "-c", ETCD3, role, ",".join(line.addresses), line.name, str(TTL_S)]
+    program = [str(etcd3_interpreter()), "-c", ETCD3]
+    return [*program, role, ",".join(line.addresses), line.name, str(TTL_S)]
 
 
 class Observer:
@@ -416,9 +421,6 @@ class MixedLine:
             self._start = (await self._servers.call(rpc.PUT, key=b"start")).header.revision + 1
         etcdctl = str(obtain(ETCDCTL).path)
         watch = ["watch", "--prefix", f"{self.name}/", f"--rev={self._start}", *PINGS]
-        self._spawn(
-            "etcdctl watch", Told(self.changes.append).run([etcdctl, *watch], **self.variables)
-        )
         commands = {
             "etcdctl": [etcdctl, "elect", "--listen", self.name, *PINGS],
             "etcd3": etcd3("observe", self),
@@ -426,15 +428,17 @@ class MixedLine:
         if go:
             everywhere = ",".join(self.addresses)
             commands["go"] = [str(go_candidate()), everywhere, "observe", self.name]
-        for kind, command in commands.items():
-            observer = Observer(kind, self.name)
-            self.observers.append(observer)
-            self._spawn(f"observer {kind}", Told(observer.hear).run(command, **self.variables))
-        self._spawn("observer ours", self._observe())
-        self._spawn("oracle", self._sample())
-        for each in kinds:
-            self.add(each)
         try:
+            told = Told(self.changes.append)
+            self._spawn("etcdctl watch", told.run([etcdctl, *watch], **self.variables))
+            for kind, command in commands.items():
+                observer = Observer(kind, self.name)
+                self.observers.append(observer)
+                self._spawn(f"observer {kind}", Told(observer.hear).run(command, **self.variables))
+            self._spawn("observer ours", self._observe())
+            self._spawn("oracle", self._sample())
+            for each in kinds:
+                self.add(each)
             yield self
         finally:
             for task in self._tasks:

@@ -6,8 +6,12 @@ own.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from servers.janitor import family_of
 
 Waits = dict[int, float]
 """Seconds, by thread."""
@@ -33,3 +37,23 @@ def stalled_s(before: Iterable[Waits], after: Iterable[Waits]) -> float:
         max((waited - was.get(thread, 0.0) for thread, waited in now.items()), default=0.0)
         for was, now in zip(before, after, strict=True)
     )
+
+
+class Stopwatch:
+    """Measures time, less that for which this process and those below it, one after the other, were
+    ready to run and got no processor: what is left is the code's own, whatever else the machine
+    does."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before = _family_waits()
+
+    def elapsed_s(self) -> float:
+        took_s = time.monotonic() - self._began
+        after = _family_waits()
+        before = [self._before.get(pid, {}) for pid in after]
+        return took_s - stalled_s(before, after.values())
+
+
+def _family_waits() -> dict[int, Waits]:
+    return {pid: waits_of([pid]) for pid in family_of(os.getpid())}

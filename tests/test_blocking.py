@@ -305,7 +305,7 @@ with doyen.connect_blocking(sys.argv[1], ttl_s=5) as session:
 
 LEADING = """
 import sys, time, doyen
-with doyen.connect_blocking(sys.argv[1], ttl_s=5) as session:
+with doyen.connect_blocking(sys.argv[1], ttl_s=60) as session:
     with session.campaign("e", name="b") as term:
         print("entered", flush=True)
         time.sleep(30)
@@ -314,7 +314,7 @@ with doyen.connect_blocking(sys.argv[1], ttl_s=5) as session:
 LEADING_ASYNC = """
 import asyncio, sys, doyen
 async def main():
-    async with doyen.connect(sys.argv[1], ttl_s=5) as session:
+    async with doyen.connect(sys.argv[1], ttl_s=60) as session:
         async with session.campaign("e", name="b") as term:
             print("entered", flush=True)
             await asyncio.sleep(30)
@@ -372,7 +372,7 @@ def test_interrupted_while_leading_resigns(script: str, tmp_path: Path, start: S
         leader = session.leader("e")
         assert leader is not None
         os.kill(process.pid, signal.SIGINT)
-        with session.campaign("e", name="a", wait_s=4) as term:
+        with session.campaign("e", name="a", wait_s=30) as term:
             assert term.token > leader.token
     _, errors = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT, errors

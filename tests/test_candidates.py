@@ -342,7 +342,7 @@ def test_a_thread_that_pauses_is_closed_at_once(monkeypatch: pytest.MonkeyPatch)
         assert ended.wait(10.0)
         closing = threading.Thread(target=candidate.close)
         closing.start()
-        closing.join(5.0)
+        closing.join(30.0)
         assert not closing.is_alive()
 
 

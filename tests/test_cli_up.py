@@ -199,16 +199,18 @@ def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("what", ["nodes", "store"])
 def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, what: str) -> None:
-    """Nodes that do not come up, and a store that does not answer, are not waited for."""
+    """Nodes that do not come up, and a store that does not answer, are not waited for: either would
+    take longer than this test does."""
     slow = saboteur(
         tmp_path / "slow",
-        "import sys, time\nif 'doyen.cli.up.node' in sys.orig_argv: time.sleep(60)\n",
+        "import sys, time\nif 'doyen.cli.up.node' in sys.orig_argv: time.sleep(600)\n",
     )
     tmp = tmp_path / "tmp"
     tmp.mkdir()
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        store = ["--store", f"redis://127.0.0.1:{silent.getsockname()[1]}"]
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        store = ["--store", f"redis://{address}?connect_timeout_s=60"]
         with subprocess.Popen(
             [*DOYEN, "up", "--for", "60", *(store if what == "store" else [])],
             env=environment(tmp, PYTHONPATH=slow),
@@ -220,10 +222,8 @@ def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, what: str) -> 
                     stack.enter_context(silent.accept()[0])
                 else:
                     eventually(lambda: len(nodes(tmp)) == 3, "three nodes that do not listen")
-                began = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 assert process.wait(WITHIN_S) == 128 + signal.SIGINT
-                assert time.monotonic() - began < 5.0
             finally:
                 process.kill()
     assert nodes(tmp) == []

@@ -392,7 +392,7 @@ class TestFull:
         journal.persist(Persist(token, None, 1, entries(50, 300)))
         await until(lambda: journal.full)
         disk.room = 1 << 22
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while journal.full:
                 await acks.upto(token)
                 token += 1

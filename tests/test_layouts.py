@@ -90,6 +90,7 @@ async def test_etcdctl_elect_and_doyen_see_each_other(
 
 
 @LONG
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("engine", ["etcd", "zookeeper", "consul", "etcd go", "quorum go"])
 async def test_whoever_is_killed_the_other_follows(
     engine: str, request: pytest.FixtureRequest
@@ -155,6 +156,7 @@ async def test_what_a_layout_cannot_carry_is_refused(
             await ours.inventory("elections")
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(
     "engine",
     ["etcd", *(pytest.param(each, marks=LONG) for each in ("zookeeper", "consul", "quorum go"))],

@@ -17,7 +17,7 @@ from fixtures import shared
 from foreign import ForeignCandidate, Others, others_on
 from servers import Consul
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("programs")]
 
 CANDIDATES = 4
 TERMS = 2

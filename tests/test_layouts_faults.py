@@ -18,7 +18,7 @@ from mixed_line import TTL_S, Elect, Etcd3, MixedLine, Ours
 from servers.cluster import Cluster
 from test_layouts_adversary import only_ours
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("etcd3_program")]
 
 WITHIN_S = 600.0
 

@@ -15,7 +15,10 @@ from mixed_line import MixedLine, Ours, Run
 from support import lead_until_set
 from test_layouts import leader_of, line_of, session
 
-pytestmark = pytest.mark.chaos(engine="etcd")
+pytestmark = [
+    pytest.mark.chaos(engine="etcd"),
+    pytest.mark.usefixtures("go_program", "etcd3_program"),
+]
 
 TURNS = 12
 ENGINES = ["etcd go", "quorum go"]

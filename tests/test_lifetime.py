@@ -104,7 +104,7 @@ async def body(term):
     say("leading")
     await asyncio.sleep(60)
 async def main():
-    async with doyen.connect(STORE, **OPTIONS) as session:
+    async with doyen.connect(STORE, stop_budget_s=60, **{**OPTIONS, "ttl_s": 600}) as session:
         await session.shards("jobs").configure(count=1)
         async with session.own_shards("jobs", body, name="a"):
             await asyncio.sleep(60)
@@ -166,13 +166,11 @@ def test_sigterm_releases_and_then_ends_the_process(
 def test_shards_on_the_loop_of_the_main_thread_are_not_waited_for(
     store: str, tmp_path: Path
 ) -> None:
-    """Their bodies are suspended with the loop. The stop budget would be ten seconds."""
+    """Their bodies are suspended with the loop. The stop budget would be longer than the test."""
     process = start(SHARDS, store, tmp_path / "audit.jsonl")
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
     assert code == -signal.SIGTERM
-    assert time.monotonic() - began < 8.0
     assert "event=" not in err
 
 

@@ -144,7 +144,7 @@ def test_operators_may_purge_and_delete_a_bucket(nats: servers.Nats) -> None:
             lease = await store.grant(30)
             made = await store.create(key, b"", lease)
             await store._jetstream.call("STREAM.PURGE.KV_operated")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 assert await store.delete(key, if_version=made.entry.version)
                 again = await store.create(key, b"", lease)
             assert again.won

@@ -29,6 +29,7 @@ from doyen.stores.kit import observer
 from doyen.stores.sql import postgresql, psycopg_engine
 from doyen.stores.sql.store import RelationalStore
 from relational import Place, now, run, until
+from stalls import Stopwatch
 
 TTL_S = 0.4
 KEY = leader_key("e")
@@ -96,7 +97,7 @@ async def test_a_stepped_database_clock_keeps_no_expired_lease(
         assert await other.get(KEY) is not None
         notified.clear()
         place.step_clock(step_s)
-        async with asyncio.timeout(10 * TTL_S):
+        async with asyncio.timeout(100 * TTL_S):
             await notified.wait()
         assert now() - began >= TTL_S
         assert await other.get(KEY) is None
@@ -198,7 +199,7 @@ async def test_leases_that_expired_in_an_outage_are_ended_together(place: Place)
             f"UPDATE {place.tables['leases']} SET renewed_us = renewed_us - 3600000000"
         )
     store = await place.open(emit=events.append)
-    began = now()
+    began, passed = now(), Stopwatch()
     ticket = await store.enqueue(LINE, b"new", await store.grant(60))
     while (ahead := await store.ahead(ticket)) is not None:
         notified = asyncio.Event()
@@ -207,7 +208,8 @@ async def test_leases_that_expired_in_an_outage_are_ended_together(place: Place)
             async with asyncio.timeout(10):
                 await notified.wait()
         watch.close()
-    assert TTL_S <= now() - began <= 3 * TTL_S
+    assert now() - began >= TTL_S
+    assert passed.elapsed_s() <= 3 * TTL_S
     assert len(events) == 8
     await store.close()
 
@@ -307,10 +309,10 @@ async def test_a_server_that_cannot_be_reached_is_named(place: Place) -> None:
         proxy.heal()
         assert await store.get(KEY) is None
         proxy.cut()
-        began = now()
+        opening = Stopwatch()
         with pytest.raises(StoreUnavailable, match=str(proxy.port)):
             await place.open("connect_timeout_s=2", through=proxy)
-        assert now() - began < 5
+        assert opening.elapsed_s() < 5
         proxy.heal()
         await store.close()
 

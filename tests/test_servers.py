@@ -110,6 +110,29 @@ def test_the_janitor_cleans_up_after_a_killed_process() -> None:
     until_blocking(lambda: not Path(folder).exists())
 
 
+def test_the_janitor_finds_processes_whose_parent_has_ended() -> None:
+    """A client of a trial that was killed, frozen and in a session of its own."""
+    code = (
+        "import os, signal, subprocess\n"
+        "from servers.janitor import janitor\n"
+        "janitor.hold_descendants()\n"
+        "command = ['sh', '-c', 'sleep 1000 >/dev/null & echo $!']\n"
+        "orphan = int(subprocess.check_output(command, start_new_session=True))\n"
+        "os.kill(orphan, signal.SIGSTOP)\n"
+        "print(orphan, flush=True)\n"
+        "signal.pause()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        assert is_running(orphan)
+        assert orphan not in family_of(process.pid)
+        process.kill()
+    until_blocking(lambda: not is_running(orphan))
+
+
 @pytest.mark.chaos
 def test_a_sentinel_makes_a_replica_the_master() -> None:
     with (

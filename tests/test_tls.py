@@ -36,7 +36,7 @@ KEY = leader_key("e")
 def ping_https(certificates: Certificates, port: int, page: str) -> None:
     context = ssl.create_default_context(cafile=str(certificates.certificate("ca")))
     context.load_cert_chain(certificates.certificate("client"), certificates.key("client"))
-    link = HTTPSConnection(HOST, port, timeout=2, context=context)
+    link = HTTPSConnection(HOST, port, timeout=10, context=context)
     try:
         link.request("GET", page)
         if (status := link.getresponse().status) != 200:

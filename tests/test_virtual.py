@@ -20,7 +20,7 @@ def test_sleeping_moves_the_clock_and_takes_no_time() -> None:
 
     began = time.monotonic()
     assert run_virtual(main, clock=clock) == clock.monotonic() == 86_400 * 365
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_timers_fire_in_order_of_time_then_of_scheduling() -> None:

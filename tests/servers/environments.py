@@ -6,7 +6,7 @@ import subprocess
 import venv
 from pathlib import Path
 
-from .fetch import cache_directory
+from .fetch import cache_directory, locked
 
 
 def environment(name: str, needs: tuple[str, ...]) -> Path:
@@ -14,9 +14,10 @@ def environment(name: str, needs: tuple[str, ...]) -> Path:
     folder = cache_directory().with_name("clients") / name
     ready = folder / ".ready"
     wanted = "\n".join(needs)
-    if not ready.exists() or ready.read_text() not in ("", wanted):
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, "--disable-pip-version-check", *needs], check=True)
-        ready.write_text(wanted)
+    with locked(name):
+        if not ready.exists() or ready.read_text() not in ("", wanted):
+            venv.create(folder, with_pip=True, clear=True)
+            pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet"]
+            subprocess.run([*pip, "--disable-pip-version-check", *needs], check=True)
+            ready.write_text(wanted)
     return folder

@@ -225,7 +225,7 @@ def _tree(engine: str, source: Debian | Wheel) -> Path:
     final = cache_directory() / f"{engine}-{hashlib.sha256(recipe.encode()).hexdigest()[:10]}"
     if final.is_dir():
         return final
-    with _locked():
+    with locked():
         if not final.is_dir():
             for last in (False, True):
                 fresh = final.with_suffix(".new")
@@ -246,9 +246,10 @@ def _tree(engine: str, source: Debian | Wheel) -> Path:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
+def locked(what: str = "") -> Iterator[None]:
+    """While no other process fetches or builds this."""
     cache_directory().mkdir(parents=True, exist_ok=True)
-    with (cache_directory() / ".lock").open("w") as lock:
+    with (cache_directory() / f"{what}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

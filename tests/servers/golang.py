@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from .fetch import Debian, Program, Recipe, Unavailable, cache_directory, obtain
+from .fetch import Debian, Program, Recipe, Unavailable, cache_directory, locked, obtain
 
 BUILT_WITHIN_S = 900.0
 
@@ -45,16 +45,18 @@ RECIPE = Recipe(
 
 
 def built(source: Path) -> Path:
-    """The program that a file of Go source contains, built at the first call."""
+    """The program that a file of Go source contains, built at the first call, which takes minutes
+    on a busy machine."""
     go = obtain(RECIPE)
     text = source.read_bytes() + str(go.path).encode()
     cache = cache_directory().with_name("go")
     program = cache / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:10]}"
-    if not program.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        fresh = program.with_suffix(f".{os.getpid()}")
-        _build(go, source, fresh, cache)
-        fresh.rename(program)
+    with locked("go"):
+        if not program.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            fresh = program.with_suffix(f".{os.getpid()}")
+            _build(go, source, fresh, cache)
+            fresh.rename(program)
     return program
 
 
@@ -68,13 +70,16 @@ def _build(go: Program, source: Path, program: Path, cache: Path) -> None:
         "GOFLAGS": "",
         "CGO_ENABLED": "0",  # no compiler for C is needed
     }
-    done = subprocess.run(
-        [str(go.path), "build", "-o", str(program), str(source)],
-        env={**os.environ, **settings},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=BUILT_WITHIN_S,
-    )
+    try:
+        done = subprocess.run(
+            [str(go.path), "build", "-o", str(program), str(source)],
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BUILT_WITHIN_S,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise Unavailable(f"{source.name} was not built within {BUILT_WITHIN_S:g} s") from late
     if done.returncode:
         raise Unavailable(f"{source.name} cannot be built with {go.path}: {done.stderr.strip()}")

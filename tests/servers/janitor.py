@@ -2,8 +2,10 @@
 
 The janitor receives the ids of processes and the paths of directories over a pipe. When this
 process ends, so does the pipe, and the janitor kills the remaining processes with all descendants,
-frozen or not, and removes the directories. The parent-death signal of the kernel is not sufficient:
-it covers neither descendants nor directories, and depends on the thread that started the process.
+frozen or not, and removes the directories. Descendants of this process itself, whose parents may
+have ended by then, are recognised by a variable of their environment (`hold_descendants`). The
+parent-death signal of the kernel is not sufficient: it covers neither descendants nor directories,
+and depends on the thread that started the process.
 
 It runs by path and imports the standard library only.
 """
@@ -16,7 +18,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
+
+MARK = "DOYEN_TESTS_OF"
+"""The variable by which descendants are recognised."""
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
@@ -50,12 +57,31 @@ def family_of(pid: int) -> list[int]:
     return family
 
 
+def marked(mark: str) -> list[int]:
+    """The running processes with this in their environment."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
+            except OSError:
+                continue  # it has ended, or belongs to somebody else
+            if mark.encode() in environment.split(b"\0"):
+                found.append(int(entry))
+    return found
+
+
 class Janitor:
     """Sends to the janitor process what it has to clean up when this process ends."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._parent_pid: int | None = None
+
+    def hold_descendants(self) -> None:
+        """All processes that are started from now on, by this one or those that it starts."""
+        os.environ[MARK] = uuid.uuid4().hex
+        self._send(f"hold {MARK}={os.environ[MARK]}")
 
     def hold_process(self, pid: int) -> None:
         self._send(f"hold {pid}")
@@ -73,7 +99,12 @@ class Janitor:
         if self._process is None or self._parent_pid != os.getpid():
             command = [sys.executable, "-I", __file__]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, text=True, cwd="/", start_new_session=True
+                command,
+                env={name: value for name, value in os.environ.items() if name != MARK},
+                stdin=subprocess.PIPE,
+                text=True,
+                cwd="/",
+                start_new_session=True,
             )
             self._parent_pid = os.getpid()
             atexit.register(self._finish)
@@ -102,8 +133,13 @@ def clean_up_at_end_of_input() -> None:
             held.discard(what)
     for pid in [pid for what in held if what.isdigit() for pid in family_of(int(what))]:
         send_signal(pid, signal.SIGKILL)
+    for mark in [what for what in held if what.startswith(f"{MARK}=")]:
+        while left := marked(mark):  # until none of them has started another
+            for pid in left:
+                send_signal(pid, signal.SIGKILL)
+            time.sleep(0.01)
     for what in held:
-        if not what.isdigit():
+        if what.startswith("/"):
             shutil.rmtree(what, ignore_errors=True)
 
 

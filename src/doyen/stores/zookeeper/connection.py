@@ -6,7 +6,8 @@ post to the loop. The two classes that kazoo is run with change the following:
 - A connection is made only if the session permits it, and a lease's session is not pinged.
 - A silent server is left for another by breaking the connection. kazoo detects silence by its pings
   alone, and postpones those while there are requests to send.
-- The length of the session that the server grants is reported to the session at every connect.
+- The length of the session that the server grants is reported to the session at every connect, and
+  a round in which every server refuses the connection at its end.
 - Requests that wait are sent together, and what has arrived is read together. kazoo uses up to
   three system calls, and a change of threads, for each.
 
@@ -34,7 +35,7 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionHandler
 from kazoo.protocol.serialization import int_struct, write_string
 from kazoo.protocol.states import KeeperState
-from kazoo.retry import KazooRetry
+from kazoo.retry import ForceRetryError, KazooRetry
 
 from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
@@ -88,6 +89,8 @@ class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]
         """Until when each silent server is passed over."""
         self._reasons: dict[str, str] = {}
         """Why there is no connection to each server."""
+        self.tried = self.refused = 0
+        """Connections in this round through the servers, and those of them that were refused."""
 
     def start(self) -> None:
         """There are no threads for callbacks: kazoo then runs completions at once."""
@@ -102,12 +105,17 @@ class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]
         self, address: tuple[str, int], hostname: str | None = None, **_: object
     ) -> socket.socket:
         session = self._session
+        self.tried += 1
         if reason := session.may_connect():
             raise ConnectionRefusedError(reason)
         self._server = f"{hostname or address[0]}:{address[1]}"
         if self._avoided.get(self._server, 0.0) > session.address.clock.now():
             raise ConnectionRefusedError("it did not answer a moment ago")
-        made = socket.create_connection(address, self._wait_s)
+        try:
+            made = socket.create_connection(address, self._wait_s)
+        except ConnectionRefusedError:
+            self.refused += 1
+            raise
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if session.address.tls is not None:
@@ -188,6 +196,17 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
     session: ZooKeeperSession
     error: Exception | None = None
     _xid: int
+
+    def _connect_loop(self, retry: KazooRetry) -> Any:
+        """One round through the servers."""
+        handler = self.handler
+        handler.tried = handler.refused = 0
+        try:
+            return super()._connect_loop(retry)
+        except ForceRetryError:
+            if 0 < handler.tried == handler.refused:
+                self.session.refused()
+            raise
 
     def _connect(self, host: str, address: str, port: int) -> tuple[float, float]:
         handler, client = self.handler, self.client

@@ -178,13 +178,15 @@ class ZooKeeperSession:
         self.requests = _PendingRequests(self._now, timeout_s / 6, self._break_off)
         self._on_up, self._on_down = on_up, on_down
         self._opened: asyncio.Future[None] = loop.create_future()
+        self._opened.add_done_callback(retrieve)  # a foreign session is not waited for
         self._stopping = False
         self._calls = _LoopCalls()
         self._handler = KazooHandler(self)
         self._client = make_client(self, timeout_s, self._handler, taken_over)
 
     async def open(self) -> None:
-        """Begin the session. Raises with each server's reason if there is none in time."""
+        """Begin the session. Raises with each server's reason if there is none in time, and at once
+        if every server refuses the connection. A lease's session waits: its store was there."""
         self._client.start_async()
         try:
             async with asyncio.timeout(self.address.connect_timeout_s):
@@ -294,14 +296,20 @@ class ZooKeeperSession:
         if state != KazooState.CONNECTED:
             self.post(self._went_down)
 
+    def refused(self) -> None:
+        """Every server has refused the connection. kazoo's thread."""
+        if not self.is_lease:
+            error = StoreUnavailable(f"no session with ZooKeeper: {self._handler.reasons()}")
+            self.post(partial(self._not_opened, error))
+
     def finished(self, error: Exception | None) -> None:
         """kazoo's thread has ended."""
+        if error is not None:
+            self.post(partial(self._not_opened, self.translate(error, writes=False)))
 
-        def fail() -> None:
-            if not self._opened.done() and error is not None:
-                self._opened.set_exception(self.translate(error, writes=False))
-
-        self.post(fail)
+    def _not_opened(self, error: Exception) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(error)
 
     def _went_up(self) -> None:
         if self.lost_because is None:
