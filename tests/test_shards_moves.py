@@ -113,6 +113,66 @@ async def test_no_plan_is_written_while_the_last_new_owner_begins(place: Place) 
 
 
 @virtual
+async def test_a_controller_reads_little_while_records_keep_changing(place: Place) -> None:
+    """Its requests would compete with those of the owners whose shards are on the move."""
+    jobs, reads = Jobs(place), list[float]()
+    session = await jobs.create(60, moves_at_once=30)
+    seen_members = controller.seen_members
+
+    async def noted(*of: Any) -> Any:
+        reads.append(now())
+        return await seen_members(*of)
+
+    for n, name in enumerate(("a", "b")):
+        await jobs.join(name, Faults(seed=n, odds=Odds(late=1.0, delay_s=0.012)))
+    await jobs.settled(60)
+    began = now()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "seen_members", noted)
+        await session.shards("jobs").drain("a")
+    assert now() - began > 12 * controller.QUIET_S
+    assert len(reads) <= 5, [read - began for read in reads]
+    await jobs.settled(60)
+
+
+@virtual
+async def test_nothing_is_let_go_before_all_new_owners_are_ready(place: Place) -> None:
+    """They write that to the store, and others read it. One that takes long is not waited for."""
+    jobs, ended_at, prepare_s = Jobs(place), list[float](), 0.3
+    session = await jobs.create(12, moves_at_once=12)
+
+    async def prepare(shard: int) -> None:
+        await asyncio.sleep(prepare_s)
+
+    async def body(term: ShardTerm) -> None:
+        try:
+            await jobs.forever(term)
+        finally:
+            ended_at.append(now())
+
+    async def first_ends_after_s() -> float:
+        await session.shards("jobs").drain("a", undo=True)
+        await until(lambda: jobs.loads().get("a", 0) >= 3)
+        await jobs.settled(12)
+        ended_at.clear()
+        await session.shards("jobs").drain("a", anyway=True)
+        await until(lambda: bool(jobs.plan().moves))
+        planned = now()
+        assert {move.to for move in jobs.plan().moves.values()} == {"b", "c"}
+        await until(lambda: bool(ended_at))
+        return ended_at[0] - planned
+
+    jobs.body = body
+    await jobs.join("a")
+    await jobs.join("b")
+    await jobs.join("c", prepare=prepare)
+    await jobs.settled(12)
+    assert 0.29 < await first_ends_after_s() < 0.4
+    prepare_s = 2.0
+    assert 0.45 < await first_ends_after_s() < 0.6
+
+
+@virtual
 async def test_nothing_is_let_go_while_a_slow_store_deletes_a_record(place: Place) -> None:
     """What takes long to end by itself is not waited for."""
     jobs, faults, asked_at, ended_at = Jobs(place), Faults(), list[float](), list[float]()

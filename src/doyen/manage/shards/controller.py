@@ -61,7 +61,9 @@ LINGER_S, LONGEST_LINGER_S = 0.5, 5.0
 complete; and how long after a plan at most."""
 QUIET_S = 0.05
 """Nor is a plan written this soon after a record was created: its owner reads the plan before it
-begins, and would have to wait until all members have read the new one."""
+begins, and would have to wait until all members have read the new one. While records keep changing
+and nothing else does, the controller reads nothing: its requests would compete with those of the
+owners whose shards are on the move."""
 LOOKS = 4
 """How many times in `settle_s` to see whether they are."""
 CHECK_AFTER_TTLS = 10
@@ -139,6 +141,8 @@ class Controller:
         self._spec = Document(core.calls, shards_key(name, "spec"))
         self._plan = Document(core.calls, shards_key(name, "plan"))
         self._wakeup = Wakeup()
+        self._news = True
+        """Something else than a record may have changed since the last step."""
         self._watches: dict[str, Watch] = {}
         self._known: Versioned | None = None
         """The plan that this controller has written."""
@@ -171,6 +175,7 @@ class Controller:
                 except (Conflict, StoreUnavailable, OutcomeUnknown) as error:
                     log.debug("%s", log_line(event="plan_unwritten", set=self._name, error=error))
                     self._known = None
+                    self._news = True
                     self._records_changed()  # what was found in them may not have been written
                     pause_s = calls.retry_pause()
                 except BadDocument as error:
@@ -251,7 +256,7 @@ class Controller:
                 continue
             if overwritten and known is not None:
                 self._overwritten = True
-                self._wakeup.wake()
+                self._note_news()
 
     async def _write(self, expect: Versioned | None) -> None:
         self._term.check()
@@ -267,15 +272,18 @@ class Controller:
         """Take one step, and return for how long to wait before the next."""
         core = self._core
         for scope, notify in {
-            self._spec.key: self._wakeup.wake,
-            members_key(group_of(self._name)): self._wakeup.wake,
+            self._spec.key: self._note_news,
+            members_key(group_of(self._name)): self._note_news,
             shards_key(self._name, "at"): self._records_changed,
             self._plan.key: self._plan_changed.set,
         }.items():
             if scope not in self._watches:
                 self._watches[scope] = await core.call(core.store.watch(scope, notify))
                 notify()  # it may have changed before
-        self._wakeup.woken = False
+        quiet_s = self._quiet_in_s(asyncio.get_running_loop().time())
+        if self._current.moves and quiet_s > 0 and not self._news:
+            return quiet_s
+        self._wakeup.woken = self._news = False
         try:
             asked = await self._spec.read()
             if asked is None:
@@ -347,6 +355,10 @@ class Controller:
 
     def _depends_on_records(self) -> bool:
         return bool(self._current.moves) or not self._current.open
+
+    def _note_news(self) -> None:
+        self._news = True
+        self._wakeup.wake()
 
     def _records_changed(self) -> None:
         """Take a step if the plan depends on records, and check them when they are at rest."""

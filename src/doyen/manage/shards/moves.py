@@ -31,7 +31,10 @@ CALM_S, READS, LONGEST_CALM_S = 0.05, 10, 0.5
 """No turn begins this soon after a plan was read, or `READS` times as long as it took to read it.
 All members read a plan at the same time. A new owner that had to wait for the processor or the
 store would leave its shard without an owner for longer. The plan is not written so often that this
-delays a move by much."""
+delays a move by much. Nor does one begin, for `LONGEST_CALM_S`, before all new owners of this
+member's shards are ready: each of them writes that to the store, and others read it."""
+READY_LOOK_S = 0.01
+"""How often to look whether they are."""
 
 
 def calm_after(read_took_s: float) -> float:
@@ -98,6 +101,11 @@ class Moves:
             and target.incarnation == move.incarnation
             and move.id in target.prepared
         )
+
+    def are_ready(self, plan: ShardPlan) -> bool:
+        """Whether the new owners of all shards that move from here are prepared."""
+        moves = plan.moves.items()
+        return all(self.is_ready(move) for n, move in moves if plan.owners[n] == self._member)
 
     def prepare(self, plan: ShardPlan, incarnation: int) -> list[int]:
         """Prepare for what is to come. Returns the ids of the moves that this member is prepared

@@ -38,7 +38,15 @@ from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
 from doyen.manage.shards.following import FollowedPlan
-from doyen.manage.shards.moves import LONGEST_ENDING_S, LONGEST_PAUSE_S, TURN, Moves, calm_after
+from doyen.manage.shards.moves import (
+    LONGEST_CALM_S,
+    LONGEST_ENDING_S,
+    LONGEST_PAUSE_S,
+    READY_LOOK_S,
+    TURN,
+    Moves,
+    calm_after,
+)
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import Bodies, BodyFailures, ShardTerm, Slot, Stage, log_shard_error
 from doyen.manage.shards.spec import check_weight
@@ -244,10 +252,15 @@ class ShardOwner:
         self._moves.members.stale = self._due.all = True
         if self.plan.current.moves and not self._moves.held_back:
             self._moves.held_back = True
-            calm_s = calm_after(self.plan.took_s)
-            asyncio.get_running_loop().call_later(calm_s, self._let_turns_begin)
+            loop = asyncio.get_running_loop()
+            latest = loop.time() + LONGEST_CALM_S
+            loop.call_later(calm_after(self.plan.took_s), self._let_turns_begin, latest)
 
-    def _let_turns_begin(self) -> None:
+    def _let_turns_begin(self, latest: float) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < latest and not self._moves.are_ready(self.plan.current):
+            loop.call_later(READY_LOOK_S, self._let_turns_begin, latest)
+            return
         self._moves.held_back = False
         self._take_turns()
 
