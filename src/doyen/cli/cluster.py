@@ -223,9 +223,9 @@ async def _change(args: argparse.Namespace) -> int:
             states = await store.inspect()
             leads = leading(states)
             if leads is not None and args.node not in (*leads.voters, *leads.learners):
-                members = ", ".join([*leads.voters, *leads.learners])
+                present = ", ".join([*leads.voters, *leads.learners])
                 raise OrderFailed(
-                    f"{args.node} is not a member, so it was not removed: the members are {members}"
+                    f"{args.node} is not a member, so it was not removed: the members are {present}"
                 )
             risks = [] if args.force else risks_of_removal(states, args.node)
             await asyncio.to_thread(_confirm_removal, args.node, risks)

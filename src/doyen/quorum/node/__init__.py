@@ -97,9 +97,11 @@ class Node:
             raise ConfigError(
                 f"a node needs {error.name}: install doyen[quorum] (pip install 'doyen[quorum]')"
             ) from error
-        if not isinstance(peers, Mapping) or not all(
-            isinstance(text, str) for pair in peers.items() for text in pair
-        ):
+        try:
+            named = all(isinstance(text, str) for pair in peers.items() for text in pair)
+        except AttributeError:
+            named = False
+        if not named:
             raise ConfigError(
                 f'peers must be a dict such as {{"n1": "10.0.0.1:7400"}}; got {peers!r}'
             )
