@@ -728,7 +728,7 @@ async def test_a_leader_with_slow_disks_is_removed(world: World) -> None:
 
 
 async def submitted(node: Driver, bodies: list[bytes]) -> dict[Any, Any]:
-    """The outcomes of commands that are submitted together, by their tags; each is reported once."""
+    """The outcomes of commands that are submitted together, by tag; each is reported once."""
     outcomes: dict[Any, Any] = {}
     done = asyncio.get_running_loop().create_future()
 

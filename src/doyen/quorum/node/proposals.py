@@ -17,7 +17,6 @@ committed, or a snapshot has replaced it, its proposals are proposed again under
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
@@ -29,11 +28,11 @@ from msgspec.msgpack import Decoder, Encoder
 from doyen.errors import (
     CommandFailed,
     ConfigError,
+    DoyenError,
     OutcomeUnknown,
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.events.log_lines import log_line
 from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Accepted, CoreEvent
 from doyen.quorum.keyspace.commands import LargeEntryExists, encode
@@ -48,8 +47,6 @@ from doyen.quorum.node.replicated import (
     Failure,
     ReplicatedMachines,
 )
-
-log = logging.getLogger("doyen.quorum.node")
 
 Settle = Callable[[Any, Any, BaseException | None], None]
 """`settle(tag, result, error)`: called once, on the event loop, with the outcome of a command. The
@@ -466,7 +463,7 @@ class Proposals:
                 proposal.born = applied
             elif applied - proposal.born > FORGOTTEN_AFTER // 2:
                 text = "proposed again and again for too long; it may have been carried out"
-                self._finish(proposal, lambda: OutcomeUnknown(text))
+                self._finish(proposal, OutcomeUnknown, text)
                 continue
             proposal.attempts += 1
             commands += proposal.commands()
@@ -554,13 +551,13 @@ class Proposals:
                 self._awaited[key] = proposal
             return
         if not failure.forgotten:
-            self._finish(proposal, lambda: CommandFailed(failure.reason))
+            self._finish(proposal, CommandFailed, failure.reason)
             return
         # It was not carried out this time. If this was the only attempt, it may have a new id.
         if not isinstance(origin, _Identity) or proposal.attempts > 1:
             once = not isinstance(origin, _Identity) and proposal.attempts <= 1
             kind = Forgotten if once else OutcomeUnknown
-            self._finish(proposal, lambda: kind(failure.reason))
+            self._finish(proposal, kind, failure.reason)
             return
         origin.open.pop(seq, None)
         if origin is self._identity:
@@ -578,12 +575,12 @@ class Proposals:
         for tag, result in zip(proposal.tags, results, strict=True):
             call_safely(proposal.settle, tag, result, None)
 
-    def _finish(self, proposal: _Proposal, error: Callable[[], BaseException]) -> None:
+    def _finish(self, proposal: _Proposal, error: type[DoyenError], text: str) -> None:
         """Report an error for each command of a proposal."""
         if proposal in self._live:
             self._ended(proposal)
             for tag in proposal.tags:
-                call_safely(proposal.settle, tag, None, error())
+                call_safely(proposal.settle, tag, None, error(text))
 
     def _ended(self, proposal: _Proposal) -> None:
         """The outcome of a proposal is known."""
@@ -655,10 +652,10 @@ class Proposals:
                 queue.popleft()
 
     def _fail(self, proposal: _Proposal, reason: str) -> None:
-        kind, effect = StoreUnavailable, "was not"
         if proposal.attempts:
-            kind, effect = OutcomeUnknown, "may have been"
-        self._finish(proposal, lambda: kind(f"{reason}; it {effect} carried out"))
+            self._finish(proposal, OutcomeUnknown, f"{reason}; it may have been carried out")
+        else:
+            self._finish(proposal, StoreUnavailable, f"{reason}; it was not carried out")
 
     # Entries that this node has appended as leader.
 
