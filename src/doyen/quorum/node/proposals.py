@@ -137,7 +137,7 @@ class _Proposal(Struct, eq=False):
 
     def commands(self) -> Iterable[Command]:
         origin = self.origin
-        name, floor = (origin.name, origin.floor) if type(origin) is _Identity else origin
+        name, floor = (origin.name, origin.floor) if isinstance(origin, _Identity) else origin
         return map(
             Command, repeat(name), self.seqs, repeat(floor), repeat(self.target), self.bodies
         )
