@@ -17,7 +17,7 @@ from doyen.errors import LeaseGone, TicketGone
 from doyen.lease.clock import VirtualClock
 from doyen.model import Entry
 from doyen.quorum.keyspace import history as histories
-from doyen.quorum.keyspace import state
+from doyen.quorum.keyspace import sorted_map, state
 from doyen.quorum.keyspace.commands import (
     AdvanceRevision,
     BeginEra,
@@ -700,6 +700,25 @@ class Sorted(RuleBasedStateMachine):
 
 
 TestSorted = Sorted.TestCase
+
+
+def test_a_key_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map remembers the places of some keys, which other keys push aside, or take."""
+    monkeypatch.setattr(sorted_map, "PLACES", 8)
+    numbers: SortedMap[int, int] = SortedMap()
+    for number in range(100, 300):
+        numbers.put(number, number)
+        assert len(numbers._places) <= 8
+    assert [numbers.get(number) for number in range(100, 104)] == [100, 101, 102, 103]
+    for number in range(50):
+        numbers.put(number, number)
+    assert [numbers.get(number) for number in range(100, 104)] == [100, 101, 102, 103]
+    for number in [*range(50), 101]:
+        numbers.remove(number)
+    assert [numbers.get(number) for number in range(100, 104)] == [100, None, 102, 103]
+    for number in [*range(102, 300), 100]:
+        numbers.remove(number)
+    assert numbers.get(100) is None
 
 
 def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:

@@ -8,6 +8,9 @@ Blocks consist of tuples because CPython's garbage collector stops tracking tupl
 does not track: a map of a million plain keys does not lengthen its pauses. Lists would be faster to
 write to, and are always traversed.
 
+Keys that are written again and again are found by their last place, if they are still there. At
+most `PLACES` places are remembered.
+
 Invariants: no block is empty; the keys within a block ascend, and so do the blocks. Pure; imports
 nothing of doyen.
 """
@@ -22,6 +25,8 @@ __all__ = ["Block", "SortedMap"]
 
 FULL = 32
 """A block that grows beyond this is split. A write copies one block."""
+
+PLACES = 4096
 
 K = TypeVar("K", int, str, bytes)
 V = TypeVar("V")
@@ -42,11 +47,12 @@ class SortedMap(Generic[K, V]):
     ([('a', 'b')], [('b', 2)])
     """
 
-    __slots__ = ("_blocks", "_firsts", "_size")
+    __slots__ = ("_blocks", "_firsts", "_places", "_size")
 
     def __init__(self) -> None:
         self._blocks: list[Block[K, V]] = []
         self._firsts: list[K] = []
+        self._places: dict[K, tuple[int, int]] = {}
         self._size = 0
 
     def append(self, keys: Sequence[K], values: Sequence[V]) -> None:
@@ -67,12 +73,22 @@ class SortedMap(Generic[K, V]):
 
     def seek(self, key: K) -> tuple[int, int, V | None]:
         """The position of `key`, or where it would be inserted, for `put`; and its value."""
+        blocks, places = self._blocks, self._places
+        if key in places:
+            index, at = places[key]
+            if index < len(blocks):
+                keys, values = blocks[index]
+                if at < len(keys) and keys[at] == key:
+                    return index, at, values[at]
         index = bisect_right(self._firsts, key) - 1
         if index < 0:
             return 0, 0, None
-        keys, values = self._blocks[index]
+        keys, values = blocks[index]
         at = bisect_left(keys, key)
         if at < len(keys) and keys[at] == key:
+            if len(places) >= PLACES:
+                places.clear()
+            places[key] = index, at
             return index, at, values[at]
         return index, at, None
 
@@ -80,15 +96,16 @@ class SortedMap(Generic[K, V]):
         """Set the value at `key`. `position` is the result of `seek` for it, if the map has not
         changed since."""
         index, at, present = position or self.seek(key)
-        if not self._blocks:
-            self.append([key], [value])
-            return
-        keys, values = self._blocks[index]
         if present is not None:
+            keys, values = self._blocks[index]
             changed = list(values)
             changed[at] = value
             self._blocks[index] = keys, tuple(changed)
             return
+        if not self._blocks:
+            self.append([key], [value])
+            return
+        keys, values = self._blocks[index]
         more_keys, more = list(keys), list(values)
         more_keys.insert(at, key)
         more.insert(at, value)

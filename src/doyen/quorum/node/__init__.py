@@ -26,8 +26,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 from doyen._waiting import outlast, shared
@@ -240,7 +241,14 @@ class Node:
         carried out once. Raises `CommandFailed` with the machine's own error, `StoreUnavailable`
         if it was certainly not carried out, `OutcomeUnknown` if that is not known in time.
         """
-        return await self._inside.bridge(self._running.driver.proposals).propose(command)
+        thread, server = self._thread, self._opened
+        if thread is None or server is None or thread.forked:
+            thread, server = self._inside, self._running
+        bridge, here, home = thread.last_bridge
+        # `get_running_loop` is a system call in some versions of Python.
+        if here != get_ident() or not home.is_running():
+            bridge = thread.bridge(server.driver.proposals)
+        return await bridge.propose(command)
 
     async def barrier(self) -> None:
         """When this returns, the state machine of this node shows every command that was
@@ -283,7 +291,8 @@ class _NodeThread:
     def __init__(self, node: str) -> None:
         self.forked = False
         self.loop = new_loop()
-        self._bridge: tuple[int, asyncio.AbstractEventLoop, _ProposalBridge] | None = None
+        self.last_bridge: tuple[Any, int, Any] = None, 0, None
+        """The bridge that was used last, the thread and the loop that it is for."""
         self._bridges: dict[asyncio.AbstractEventLoop, _ProposalBridge] = {}
         self._thread = threading.Thread(target=self._run, name=f"doyen-{node}", daemon=True)
         self._thread.start()
@@ -310,17 +319,13 @@ class _NodeThread:
 
     def bridge(self, proposals: Proposals) -> _ProposalBridge:
         """The bridge for the calling loop's proposals."""
-        last, here = self._bridge, threading.get_ident()
-        # `get_running_loop` is a system call in some versions of Python.
-        if last is not None and last[0] == here and last[1].is_running():
-            return last[2]
         loop = asyncio.get_running_loop()
         bridge = self._bridges.get(loop)
         if bridge is None:
             for each in [each for each in [*self._bridges] if each.is_closed()]:
                 self._bridges.pop(each, None)
             bridge = self._bridges[loop] = _ProposalBridge(loop, self.loop, proposals)
-        self._bridge = here, loop, bridge
+        self.last_bridge = bridge, get_ident(), loop
         return bridge
 
     @staticmethod
@@ -372,59 +377,67 @@ class _ProposalBridge:
         self._home = home
         self._node = node
         self._proposals = proposals
-        self._inbox: list[tuple[bytes, asyncio.Future[Any]]] = []
-        self._outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        self._commands: list[bytes] = []
+        self._futures: list[asyncio.Future[Any]] = []
+        """Of the commands, in their order."""
+        self._outbox: list[_Outcomes] = []
 
     def propose(self, command: bytes) -> asyncio.Future[Any]:
-        home = self._home
-        future: asyncio.Future[Any] = home.create_future()
-        inbox = self._inbox
-        inbox.append((command, future))
-        if len(inbox) == 1:
-            home.call_soon(self._hand_in)
+        future: asyncio.Future[Any] = self._home.create_future()
+        if not self._commands:
+            self._home.call_soon(self._hand_in)
+        self._commands.append(command)
+        self._futures.append(future)
         return future
 
     def _hand_in(self) -> None:
-        inbox, self._inbox = self._inbox, []
+        commands, self._commands = self._commands, []
+        futures, self._futures = self._futures, []
         try:
-            self._node.call_soon_threadsafe(self._take_in, inbox)
+            self._node.call_soon_threadsafe(self._take_in, commands, futures)
         except RuntimeError:
-            for _, future in inbox:
-                if not future.done():
-                    future.set_exception(SessionClosed("the node has stopped"))
+            _set_results([(futures, (), SessionClosed("the node has stopped"))])
 
-    def _take_in(self, inbox: list[tuple[bytes, asyncio.Future[Any]]]) -> None:
-        settled = self._settled
-        waiting = [(command, partial(settled, future)) for command, future in inbox]
-        if self._proposals.submit_all(_USER, waiting):
+    def _take_in(self, commands: list[bytes], futures: list[asyncio.Future[Any]]) -> None:
+        proposals, settle = self._proposals, self._settle
+        if proposals.submit_all(_USER, commands, futures, settle, self._settle_all):
             return
-        for command, settle in waiting:
+        for command, future in zip(commands, futures, strict=True):
             try:
-                self._proposals.submit(_USER, command, settle)
+                proposals.submit(_USER, command, settle, tag=future)
             except Exception as error:  # noqa: BLE001 - the proposer receives it
-                settle(0, None, error)
+                settle(future, None, error)
 
-    def _settled(
-        self, future: asyncio.Future[Any], _: int, value: Any, error: BaseException | None
-    ) -> None:
-        outbox = self._outbox
-        outbox.append((future, value, error))
-        if len(outbox) == 1:
+    def _settle(self, future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        self._put_out(((future,), (value,), error))
+
+    def _settle_all(self, futures: Sequence[asyncio.Future[Any]], values: Sequence[Any]) -> None:
+        self._put_out((futures, values, None))
+
+    def _put_out(self, outcomes: _Outcomes) -> None:
+        if not self._outbox:
             self._node.call_soon(self._hand_out)
+        self._outbox.append(outcomes)
 
     def _hand_out(self) -> None:
         outbox, self._outbox = self._outbox, []
         _NodeThread.call(self._home, _set_results, outbox)
 
 
-def _set_results(outbox: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
-    for future, value, error in outbox:
-        if future.done():
+_Outcomes = tuple[Sequence[asyncio.Future[Any]], Sequence[Any], BaseException | None]
+"""Futures of proposals, and the result of each or the error of all."""
+
+
+def _set_results(outbox: list[_Outcomes]) -> None:
+    for futures, values, error in outbox:
+        if error is not None:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
             continue
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+        for future, value in zip(futures, values, strict=True):
+            if not future.done():
+                future.set_result(value)
 
 
 _USER = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
@@ -126,6 +126,19 @@ class ServedClient:
         if self._results_bytes > PIECE:
             self._send_results()
 
+    def settle_all(self, requests: Sequence[int], results: Sequence[bytes]) -> None:
+        """`settle`, for writes that were all carried out."""
+        size = self._results_bytes + sum(map(len, results))
+        if size > PIECE or not _SPECIAL_KINDS.isdisjoint({result[:2] for result in results}):
+            for request, result in zip(requests, results, strict=True):
+                self.settle(request, result, None)
+            return
+        if not self._results_ids:
+            self._loop.call_soon(self._send_results)
+        self._results_ids += requests
+        self._results += results
+        self._results_bytes = size
+
     def _send_results(self) -> None:
         if self._results_ids:
             data = encode(WriteResults(self._results_ids, self._results))
@@ -166,6 +179,7 @@ def error_code(error: BaseException) -> ErrorCode:
 
 _SPECIAL = encode(QuotaExceeded(0, 0))[:2], encode(LargeEntryExists(""))[:2]
 """How the encoded results begin that are not sent as they are."""
+_SPECIAL_KINDS = frozenset(_SPECIAL)
 
 
 def _beyond_quota(full: QuotaExceeded) -> str:

@@ -355,7 +355,7 @@ class KeyspaceLeases:
         try:
             self._driver.submit(KEYSPACE, encode(command), settle, internal=True)
         except DoyenError as error:
-            self._loop.call_later(RETRY_S, settle, 0, None, error)
+            self._loop.call_later(RETRY_S, settle, None, None, error)
 
 
 class RenewalClient(Protocol):

@@ -3,7 +3,8 @@
 Each proposal has a request id (see `replicated`), which it keeps however often it is proposed, so
 after a lost leader or a broken connection it is proposed again. `Proposals` numbers them, bounds
 them, gathers waiting ones into batches, reports outcomes, and gives up those that take longer than
-`patience_s`.
+`patience_s`. Commands that are submitted together are one proposal, so that what is done for each
+of them is little.
 
 Commands of the node itself (ends of leases, upkeep) have a queue and a bound of their own and are
 gathered first, so that no load of clients delays or refuses them.
@@ -16,23 +17,22 @@ committed, or a snapshot has replaced it, its proposals are proposed again under
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import (
     CommandFailed,
     ConfigError,
+    DoyenError,
     OutcomeUnknown,
     SessionClosed,
     StoreUnavailable,
 )
-from doyen.events.log_lines import log_line
 from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import Accepted, CoreEvent
 from doyen.quorum.keyspace.commands import LargeEntryExists, encode
@@ -48,10 +48,11 @@ from doyen.quorum.node.replicated import (
     ReplicatedMachines,
 )
 
-log = logging.getLogger("doyen.quorum.node")
-
-Settle = Callable[[int, Any, BaseException | None], None]
-"""`settle(seq, result, error)`: called once, on the event loop, with the outcome of a proposal."""
+Settle = Callable[[Any, Any, BaseException | None], None]
+"""`settle(tag, result, error)`: called once, on the event loop, with the outcome of a command. The
+tag is what was submitted with it."""
+SettleAll = Callable[[Sequence[Any], Sequence[Any]], None]
+"""`settle_all(tags, results)`: called instead, if all commands of a proposal were carried out."""
 Request = tuple[str, int, int]
 """The request id of a client that numbers its own requests: client, seq, floor."""
 
@@ -109,17 +110,22 @@ class _Identity:
 
 
 class _Proposal(Struct, eq=False):
-    """A command whose outcome is not known yet. It refers to the client that waits for it, and so
-    to the node that holds it: without the garbage collector, a node that crashed in the lab would
-    never be freed."""
+    """Commands that were submitted together, and whose outcome is not known yet. It refers to the
+    client that waits for it, and so to the node that holds it: without the garbage collector, a
+    node that crashed in the lab would never be freed."""
 
     target: int
-    body: bytes
+    bodies: Sequence[bytes]
+    tags: Sequence[Any]
     settle: Settle
     deadline: float
-    origin: Command | _Identity
-    """The command, for a client that numbers its own requests; otherwise an identity of ours."""
-    seq: int
+    origin: tuple[str, int] | _Identity
+    """The name and the floor of a client that numbers its own requests; otherwise an identity of
+    ours."""
+    seqs: Sequence[int]
+    size: int
+    """Of the bodies, in bytes."""
+    settle_all: SettleAll | None = None
     born: int = 0
     """How far the log was applied when it was first proposed."""
     attempts: int = 0
@@ -128,6 +134,13 @@ class _Proposal(Struct, eq=False):
     """A command of the node itself."""
     spared: bool = False
     """Accepted although writes are refused."""
+
+    def commands(self) -> Iterable[Command]:
+        origin = self.origin
+        name, floor = (origin.name, origin.floor) if isinstance(origin, _Identity) else origin
+        return map(
+            Command, repeat(name), self.seqs, repeat(floor), repeat(self.target), self.bodies
+        )
 
 
 class Batch(Struct, eq=False):
@@ -160,15 +173,6 @@ class Batch(Struct, eq=False):
             own.proposals if own else [],
             [response for part in forwarded for response in part.responses],
         )
-
-    def parted(self, first: Callable[[Command], bool]) -> tuple[Batch, Batch]:
-        """A batch of this node's own as two: the commands for which `first` holds, and the rest."""
-        parts: tuple[Batch, Batch] = Batch([], []), Batch([], [])
-        for command, proposal in zip(self.commands, self.proposals, strict=True):
-            part = parts[0 if first(command) else 1]
-            part.commands.append(command)
-            part.proposals.append(proposal)
-        return parts
 
     def attempted(self) -> None:
         """Its commands are proposed again."""
@@ -255,6 +259,8 @@ class Proposals:
         self._identity = self._new_identity()
         self._live: dict[_Proposal, None] = {}
         """All whose outcome is not known, the oldest first."""
+        self._live_commands = 0
+        """Their commands, without those of the node itself."""
         self._live_bytes = 0
         self.queue: deque[_Proposal] = deque()
         """Commands of clients that wait to be gathered."""
@@ -278,7 +284,7 @@ class Proposals:
         pump.on_end.append(self._end)
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._live_commands + self._internal_live
 
     async def propose(self, target: int, body: bytes, *, request: Request | None = None) -> Any:
         """Have the state machine `target` carry out `body` on every node; return its result.
@@ -305,9 +311,11 @@ class Proposals:
         settle: Settle,
         request: Request | None = None,
         *,
+        tag: Any = None,
         internal: bool = False,
     ) -> None:
-        """`propose` with a callback. `internal` commands are those of the node itself."""
+        """`propose` with a callback, which receives the tag; that of a request is its number.
+        `internal` commands are those of the node itself."""
         pump, limits = self._pump, self._limits
         if pump.stopping or pump.ended:
             raise SessionClosed(f"node {pump.id} is stopping; ask another")
@@ -322,91 +330,94 @@ class Proposals:
                 f"a command has at most {limits.command_bytes} bytes, not {size}: keep large"
                 " data elsewhere and propose where it is"
             )
-        live = len(self._live) - self._internal_live
+        live = self._live_commands
         if internal:
             if self._internal_live >= limits.internal_commands:
                 raise StoreUnavailable(
                     f"{self._internal_live} commands of node {pump.id} itself are under way already"
                 )
-            self._internal_live += 1
         elif live >= limits.pending_commands or self._live_bytes + size > limits.pending_bytes:
             raise StoreUnavailable(
                 f"{live} proposals are under way on node {pump.id} already; wait for some of them"
             )
         deadline = pump.now() + limits.patience_s
-        if request is not None:
-            client, seq, floor = request
-            command = Command(client, seq, floor, target, body)
-            proposal = _Proposal(target, body, settle, deadline, command, seq)
-        else:
-            proposal = _Proposal(
-                target, body, settle, deadline, self._identity, 0, internal=internal
-            )
+        client, seq, floor = request or ("", 0, 0)
+        tags = (tag if request is None else seq,)
+        proposal = _Proposal(target, (body,), tags, settle, deadline, (client, floor), (seq,), size)
+        if request is None:
+            proposal.internal = internal
             self._identify(proposal)
-        self._live[proposal] = None
-        if internal:
-            self.internal.append(proposal)
-        else:
-            self._live_bytes += size
-            self.queue.append(proposal)
-        self._submitted()
+        self._submit(proposal)
 
     def submit_writes(
-        self, client: str, floor: int, ids: Sequence[int], bodies: Sequence[bytes], settle: Settle
+        self,
+        client: str,
+        floor: int,
+        ids: Sequence[int],
+        bodies: Sequence[bytes],
+        settle: Settle,
+        settle_all: SettleAll,
     ) -> bool:
-        """`submit`, for commands of one client for the keyspace, without a call for each. Returns
-        False, and does nothing, if some of them have to be refused."""
-        pump, limits, live, queue = self._pump, self._limits, self._live, self.queue
+        """`submit`, for commands of one client for the keyspace, which are tagged by their ids.
+        Returns False, and does nothing, if some of them have to be refused."""
+        return self._submit_all(KEYSPACE, bodies, ids, settle, settle_all, (client, floor))
+
+    def submit_all(
+        self,
+        target: int,
+        bodies: Sequence[bytes],
+        tags: Sequence[Any],
+        settle: Settle,
+        settle_all: SettleAll,
+    ) -> bool:
+        """`submit`, for several commands. Returns False, and does nothing, if some of them have to
+        be refused."""
+        if {*map(type, bodies)} != {bytes} or target not in self._machine.targets:
+            return False
+        return self._submit_all(target, bodies, tags, settle, settle_all, None)
+
+    def _submit_all(
+        self,
+        target: int,
+        bodies: Sequence[bytes],
+        tags: Sequence[Any],
+        settle: Settle,
+        settle_all: SettleAll,
+        origin: tuple[str, int] | None,
+    ) -> bool:
+        pump, limits = self._pump, self._limits
         size = sum(map(len, bodies))
         if (
             pump.stopping
             or pump.ended
-            or len(live) - self._internal_live + len(bodies) > limits.pending_commands
+            or self._live_commands + len(bodies) > limits.pending_commands
             or self._live_bytes + size > limits.pending_bytes
             or size > limits.command_bytes
         ):
             return False
         deadline = pump.now() + limits.patience_s
-        for seq, body in zip(ids, bodies, strict=True):
-            command = Command(client, seq, floor, KEYSPACE, body)
-            proposal = _Proposal(KEYSPACE, body, settle, deadline, command, seq)
-            live[proposal] = None
-            queue.append(proposal)
-        self._live_bytes += size
-        self._submitted()
+        most = limits.batch_commands
+        for at in range(0, len(bodies), most):
+            some, theirs = bodies[at : at + most], tags[at : at + most]
+            if len(bodies) > most:
+                size = sum(map(len, some))
+            proposal = _Proposal(
+                target, some, theirs, settle, deadline, origin or ("", 0), theirs, size, settle_all
+            )
+            if origin is None:
+                self._identify(proposal)
+            self._submit(proposal)
         return True
 
-    def submit_all(self, target: int, waiting: Sequence[tuple[bytes, Settle]]) -> bool:
-        """`submit`, for commands with their callbacks, without a call for each. Returns False, and
-        does nothing, if some of them have to be refused."""
-        pump, limits, live, queue = self._pump, self._limits, self._live, self.queue
-        if {type(body) for body, _ in waiting} != {bytes}:
-            return False
-        sizes = [len(body) for body, _ in waiting]
-        size = sum(sizes)
-        if (
-            pump.stopping
-            or pump.ended
-            or target not in self._machine.targets
-            or len(live) - self._internal_live + len(sizes) > limits.pending_commands
-            or self._live_bytes + size > limits.pending_bytes
-            or max(sizes) > limits.command_bytes
-        ):
-            return False
-        deadline = pump.now() + limits.patience_s
-        identity = self._identity
-        unknown = identity.open
-        seq = identity.seq
-        for body, settle in waiting:
-            seq += 1
-            unknown[seq] = None
-            proposal = _Proposal(target, body, settle, deadline, identity, seq)
-            live[proposal] = None
-            queue.append(proposal)
-        identity.seq = seq
-        self._live_bytes += size
+    def _submit(self, proposal: _Proposal) -> None:
+        self._live[proposal] = None
+        if proposal.internal:
+            self._internal_live += 1
+        else:
+            self._live_commands += len(proposal.bodies)
+            self._live_bytes += proposal.size
+        self._queue_of(proposal).append(proposal)
         self._submitted()
-        return True
 
     def _submitted(self) -> None:
         pump = self._pump
@@ -425,8 +436,10 @@ class Proposals:
 
     def _identify(self, proposal: _Proposal) -> None:
         proposal.origin = identity = self._identity
-        proposal.seq = identity.seq = seq = identity.seq + 1
-        identity.open[seq] = None
+        first = identity.seq + 1
+        identity.seq += len(proposal.bodies)
+        proposal.seqs = seqs = range(first, identity.seq + 1)
+        identity.open.update(dict.fromkeys(seqs))
 
     def gather(
         self, applied: int, taken: int = 0, taken_bytes: int = 0, *, internal: bool = False
@@ -439,29 +452,23 @@ class Proposals:
         most, room = limits.batch_commands - taken, limits.batch_bytes - taken_bytes
         commands: list[Command] = []
         proposals: list[_Proposal] = []
-        known: _Identity | None = None
-        name, floor = "", 0
-        while queue and len(proposals) < most and room > 0:
-            proposal = queue.popleft()
+        while queue and room > 0:
+            proposal = queue[0]
+            if proposal in live and len(commands) + len(proposal.bodies) > most:
+                break
+            queue.popleft()
             if proposal not in live:
                 continue
             if not proposal.attempts:
                 proposal.born = applied
             elif applied - proposal.born > FORGOTTEN_AFTER // 2:
                 text = "proposed again and again for too long; it may have been carried out"
-                self._finish(proposal, None, OutcomeUnknown(text))
+                self._finish(proposal, OutcomeUnknown, text)
                 continue
             proposal.attempts += 1
-            body = proposal.body
-            origin = proposal.origin
-            if type(origin) is not Command:
-                if origin is not known:
-                    assert isinstance(origin, _Identity)
-                    known, name, floor = origin, origin.name, origin.floor
-                origin = Command(name, proposal.seq, floor, proposal.target, body)
-            commands.append(origin)
+            commands += proposal.commands()
             proposals.append(proposal)
-            room -= len(body)
+            room -= proposal.size
         return Batch(commands, proposals) if proposals else None
 
     def retry(self, batch: Batch) -> None:
@@ -471,84 +478,127 @@ class Proposals:
 
     def settle(self, batch: Batch, results: list[Any]) -> None:
         """A batch has been carried out."""
+        if len(results) != len(batch.commands):
+            raise RuntimeError(f"{len(results)} results of {len(batch.commands)} commands")
         if batch.responses:
             start = 0
             for respond, count in batch.responses:
                 respond(DONE, encode_results(results[start : start + count]))
                 start += count
             results = results[start:]
-        live = self._live
-        simple = not (self._large or self._awaited)
-        for proposal, result in zip(batch.proposals, results, strict=True):
-            if type(result) is Failure:
-                self._failed(proposal, result)
-            elif proposal in live:
-                if proposal.internal or not simple:
-                    self._finish(proposal, result, None)
-                    continue
-                # `_finish`, without a call for each.
-                del live[proposal]
-                origin = proposal.origin
-                if type(origin) is _Identity:
-                    origin.open.pop(proposal.seq, None)
-                self._live_bytes -= len(proposal.body)
-                try:
-                    proposal.settle(proposal.seq, result, None)
-                except Exception:
-                    log.exception(log_line(event="callback_failed"))
+        live, start = self._live, 0
+        failed = Failure in {*map(type, results)}
+        for proposal in batch.proposals:
+            end = start + len(proposal.bodies)
+            some, start = results[start:end], end
+            if proposal not in live:
+                continue
+            if not failed or Failure not in {*map(type, some)}:
+                self._carried_out(proposal, some)
+                continue
+            for one, result in zip(self._parts(proposal), some, strict=True):
+                if type(result) is Failure:
+                    self._failed(one, result)
+                else:
+                    self._carried_out(one, (result,))
+
+    def _parts(self, proposal: _Proposal) -> list[_Proposal]:
+        """Its commands as proposals of their own, which take its place."""
+        if len(proposal.bodies) == 1:
+            return [proposal]
+        parts = [
+            structs.replace(proposal, bodies=(body,), tags=(tag,), seqs=(seq,), size=len(body))
+            for body, tag, seq in zip(proposal.bodies, proposal.tags, proposal.seqs, strict=True)
+        ]
+        live = [*self._live]
+        at = live.index(proposal)
+        live[at : at + 1] = parts
+        self._live.clear()
+        self._live.update(dict.fromkeys(live))
+        return parts
+
+    def parted(self, batch: Batch, first: Callable[[Command], bool]) -> tuple[Batch, Batch]:
+        """A batch of this node's own as two: the commands for which `first` holds, and the rest."""
+        parts = Batch([], []), Batch([], [])
+        commands = iter(batch.commands)
+        for proposal in batch.proposals:
+            some = [*islice(commands, len(proposal.bodies))]
+            if proposal not in self._live:
+                continue
+            for command, one in zip(some, self._parts(proposal), strict=True):
+                part = parts[0 if first(command) else 1]
+                part.commands.append(command)
+                part.proposals.append(one)
+        return parts
 
     def _large_result(self, command: Command, result: Any) -> None:
         """This node has carried out a command, as every node does. If it is its own, a leader may
         not send it the result."""
         identity, key = self._identity, (command.client, command.seq)
         if (proposal := self._awaited.pop(key, None)) is not None:
-            self._finish(proposal, result, None)
+            self._carried_out(proposal, (result,))
         elif command.client == identity.name and command.seq in identity.open:
             self._large[key] = result
 
     def _failed(self, proposal: _Proposal, failure: Failure) -> None:
-        origin = proposal.origin
-        if failure == _NOT_SENT and isinstance(origin, _Identity) and proposal in self._live:
-            key = origin.name, proposal.seq
+        """A proposal of one command was not carried out, or its result is not there."""
+        origin, seq = proposal.origin, proposal.seqs[0]
+        if failure == _NOT_SENT and isinstance(origin, _Identity):
+            key = origin.name, seq
             if key in self._large:
-                self._finish(proposal, self._large[key], None)
+                self._carried_out(proposal, (self._large[key],))
             else:
                 self._awaited[key] = proposal
             return
         if not failure.forgotten:
-            self._finish(proposal, None, CommandFailed(failure.reason))
+            self._finish(proposal, CommandFailed, failure.reason)
             return
         # It was not carried out this time. If this was the only attempt, it may have a new id.
-        identity = proposal.origin
-        if isinstance(identity, Command) or proposal.attempts > 1 or proposal not in self._live:
-            once = isinstance(identity, Command) and proposal.attempts <= 1
-            error = (Forgotten if once else OutcomeUnknown)(failure.reason)
-            self._finish(proposal, None, error)
+        if not isinstance(origin, _Identity) or proposal.attempts > 1:
+            once = not isinstance(origin, _Identity) and proposal.attempts <= 1
+            kind = Forgotten if once else OutcomeUnknown
+            self._finish(proposal, kind, failure.reason)
             return
-        identity.open.pop(proposal.seq, None)
-        if identity is self._identity:
+        origin.open.pop(seq, None)
+        if origin is self._identity:
             self._identity = self._new_identity()
         proposal.attempts = 0
         self._identify(proposal)
         self._queue_of(proposal).append(proposal)
         self._pump.flush_soon()
 
-    def _finish(self, proposal: _Proposal, value: Any, error: BaseException | None) -> None:
-        live = self._live
-        if proposal not in live:
+    def _carried_out(self, proposal: _Proposal, results: Sequence[Any]) -> None:
+        self._ended(proposal)
+        if proposal.settle_all is not None:
+            call_safely(proposal.settle_all, proposal.tags, results)
             return
-        del live[proposal]
+        for tag, result in zip(proposal.tags, results, strict=True):
+            call_safely(proposal.settle, tag, result, None)
+
+    def _finish(self, proposal: _Proposal, error: type[DoyenError], text: str) -> None:
+        """Report an error for each command of a proposal."""
+        if proposal in self._live:
+            self._ended(proposal)
+            for tag in proposal.tags:
+                call_safely(proposal.settle, tag, None, error(text))
+
+    def _ended(self, proposal: _Proposal) -> None:
+        """The outcome of a proposal is known."""
+        del self._live[proposal]
         if proposal.internal:
             self._internal_live -= 1
         else:
-            self._live_bytes -= len(proposal.body)
-        if isinstance(proposal.origin, _Identity):
-            proposal.origin.open.pop(proposal.seq, None)
+            self._live_commands -= len(proposal.bodies)
+            self._live_bytes -= proposal.size
+        origin = proposal.origin
+        if type(origin) is _Identity:
+            unknown = origin.open
+            for seq in proposal.seqs:
+                unknown.pop(seq, None)
             if self._large or self._awaited:
-                key = proposal.origin.name, proposal.seq
-                self._large.pop(key, None)
-                self._awaited.pop(key, None)
-        call_safely(proposal.settle, proposal.seq, value, error)
+                for seq in proposal.seqs:
+                    self._large.pop((origin.name, seq), None)
+                    self._awaited.pop((origin.name, seq), None)
 
     def refuse(self, batch: Batch, reason: str) -> None:
         """The leader refused a batch."""
@@ -563,22 +613,20 @@ class Proposals:
         for proposal in queued:
             if proposal not in self._live:
                 continue
-            if proposal.spared or unless([self._command(proposal)]):
-                proposal.spared = True
+            if proposal.spared:
                 self.queue.append(proposal)
-            else:
-                self._fail(proposal, reason)
+                continue
+            for one in self._parts(proposal):
+                if unless([*one.commands()]):
+                    one.spared = True
+                    self.queue.append(one)
+                else:
+                    self._fail(one, reason)
 
     def refuse_internal(self, reason: str) -> None:
         """Refuse the waiting commands of the node itself."""
         while self.internal:
             self._fail(self.internal.popleft(), reason)
-
-    def _command(self, proposal: _Proposal) -> Command:
-        origin = proposal.origin
-        if isinstance(origin, Command):
-            return origin
-        return Command(origin.name, proposal.seq, origin.floor, proposal.target, proposal.body)
 
     def _end(self) -> None:
         if self._sweeper is not None:
@@ -605,10 +653,9 @@ class Proposals:
 
     def _fail(self, proposal: _Proposal, reason: str) -> None:
         if proposal.attempts:
-            error: Exception = OutcomeUnknown(f"{reason}; it may have been carried out")
+            self._finish(proposal, OutcomeUnknown, f"{reason}; it may have been carried out")
         else:
-            error = StoreUnavailable(f"{reason}; it was not carried out")
-        self._finish(proposal, None, error)
+            self._finish(proposal, StoreUnavailable, f"{reason}; it was not carried out")
 
     # Entries that this node has appended as leader.
 
@@ -634,9 +681,9 @@ class Proposals:
 
     def raises_version(self) -> bool:
         """Whether a command that raises the cluster's version waits to be appended or applied."""
-        appended = (command for batch in self.appended.values() for command in batch.commands)
-        waiting: Iterable[_Proposal | Command] = chain(self.internal, appended)
-        return any(roles.raises_version(each.target, each.body) for each in waiting)
+        waiting = [proposal.commands() for proposal in self.internal]
+        commands = chain(*waiting, *(batch.commands for batch in self.appended.values()))
+        return any(roles.raises_version(each.target, each.body) for each in commands)
 
     def refused(self, reason: str) -> bool:
         """The core refused something. False if that was not an entry."""

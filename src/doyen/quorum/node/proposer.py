@@ -156,7 +156,7 @@ class Proposer:
         if status == REFUSED:
             # The leader refuses a batch as a whole, for lack of disk space for instance; commands
             # that free space may be accepted by themselves.
-            freeing, rest = batch.parted(frees)
+            freeing, rest = self._proposals.parted(batch, frees)
             self._proposals.refuse(rest if rest.commands else freeing, payload.decode())
             if freeing.commands and rest.commands:
                 freeing.attempted()

@@ -161,50 +161,59 @@ class ReplicatedMachines:
     def apply(self, index: int, commands: Sequence[Command]) -> list[Any]:
         """Carry out the batch at `index` of the log; returns a result or a `Failure` for each."""
         results: list[Any] = []
+        add = results.append
         name, client = "", None
-        applies, grown = self._applies, 0
+        kept: dict[int, Any] = {}
+        floor, target, apply = 0, -1, None
         for command in commands:
             if command.client != name or client is None:
                 name = command.client
                 client = self._client(name, index, command.floor)
-            if client is None:
-                result: Any = _IDLE
-            else:
-                if command.floor > client.floor:
-                    self._bytes -= client.settle_below(command.floor)
-                seq, kept = command.seq, client.results
-                if seq in kept:
-                    result = kept[seq]
-                elif seq < client.floor:
-                    result = _HAD
+                if client is None:
+                    add(_IDLE)
+                    continue
+                kept, floor = client.results, client.floor
+            if command.floor > floor:
+                floor = command.floor
+                self._bytes -= client.settle_below(floor)
+            seq = command.seq
+            if seq in kept:
+                add(kept[seq])
+                continue
+            if seq < floor:
+                add(_HAD)
+                continue
+            if command.target != target:
+                target = command.target
+                apply = self._applies.get(target)
+            if apply is None:
+                raise StoreUnusable(_no_machine(target))
+            try:
+                result = apply(command.body)
+                if result is None:
+                    size = 0
+                elif type(result) is bytes:
+                    size = len(result)
                 else:
-                    apply = applies.get(command.target)
-                    if apply is None:
-                        raise StoreUnusable(_no_machine(command.target))
-                    try:
-                        result = apply(command.body)
-                        if type(result) is bytes:
-                            size = len(result)
-                        elif result is None:
-                            size = 0
-                        else:
-                            result = _plain(result)
-                            size = _size(result)
-                    except (MemoryError, UnknownCommand):
-                        raise  # this node cannot carry it out and others can: it must end
-                    except Exception as error:  # noqa: BLE001 - the same on every node
-                        result = Failure(f"{type(error).__name__}: {error}")
-                        size = _size(result)
-                    if size <= LARGE and client.bytes + size <= RESULT_BYTES:
-                        kept[seq] = result
-                        client.bytes += size
-                        grown += size
-                    else:
-                        self._keep_large(client, command, result, size)
-                    if len(kept) > RESULTS:
-                        self._bytes -= client.settle_below(next(iter(kept)) + 1)
-            results.append(result)
-        self._bytes += grown
+                    result = _plain(result)
+                    size = _size(result)
+            except (MemoryError, UnknownCommand):
+                raise  # this node cannot carry it out and others can: it must end
+            except Exception as error:  # noqa: BLE001 - the same on every node
+                result = Failure(f"{type(error).__name__}: {error}")
+                size = _size(result)
+            add(result)
+            bytes_kept = client.bytes + size
+            if size <= LARGE and bytes_kept <= RESULT_BYTES:
+                kept[seq] = result
+                if size:
+                    client.bytes = bytes_kept
+                    self._bytes += size
+            else:
+                self._keep_large(client, command, result, size)
+            if len(kept) > RESULTS:
+                self._bytes -= client.settle_below(next(iter(kept)) + 1)
+                floor = client.floor
         clients = self._clients
         if (
             self._bytes > TABLE_BYTES

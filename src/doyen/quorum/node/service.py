@@ -213,7 +213,9 @@ class Service:
         flaws = [flaw(body, role) for body in bodies]
         proposals = self._driver.proposals
         fine = version == NEWEST and not any(flaws)
-        if fine and proposals.submit_writes(name, floor, ids, bodies, client.settle):
+        if fine and proposals.submit_writes(
+            name, floor, ids, bodies, client.settle, client.settle_all
+        ):
             return
         for number, body, reason in zip(ids, bodies, flaws, strict=True):
             if reason is not None:

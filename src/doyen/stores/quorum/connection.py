@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +40,6 @@ from doyen.errors import (
 from doyen.events.log_lines import log_line
 from doyen.quorum.keyspace.commands import (
     KeyspaceCommand,
-    Result,
     StoredEntry,
     decode_result,
     encode,
@@ -113,7 +112,8 @@ class _Call(Struct, eq=False):
     """The name under which a write was sent."""
     here: bool = False
     """Whether it may be sent on the current connection only."""
-    entries: list[StoredEntry] = []
+    entries: list[StoredEntry] | None = None
+    """The part of a list that has arrived."""
 
 
 class _NodeLeft(Exception):
@@ -211,44 +211,56 @@ class QuorumConnection:
 
     # Requests.
 
-    def write(
-        self, command: KeyspaceCommand, read: Callable[[Result], Any] | None = None
-    ) -> Coroutine[Any, Any, Any]:
-        """Have a command carried out once, and return its result, or what `read` makes of it."""
-        return self.ask(None, body=encode(command), read=read)
+    async def write(self, command: KeyspaceCommand) -> Any:
+        """Have a command carried out once, and return its result."""
+        call = self.begin_write(command)
+        try:
+            return await call.future
+        finally:
+            self.end(call)
+
+    def begin_write(self, command: KeyspaceCommand) -> _Call:
+        """Send a command. The caller awaits the future, and calls `end` afterwards."""
+        # Numbered at the same time as it is registered: the floor skips unregistered numbers.
+        self._write_ids.last = number = self._write_ids.last + 1
+        loop = self._loop
+        call = _Call(number, None, loop.create_future(), loop.time(), None, encode(command))
+        self._calls[number] = call
+        if self._connection is None:
+            self._connect()
+        else:
+            if not self._unsent:
+                loop.call_soon(self._send_writes)
+            self._unsent.append(call)
+        return call
+
+    def end(self, call: _Call) -> None:
+        """Nobody waits for this call any more."""
+        del self._calls[call.number]
+        if call.future.cancelled():
+            self.probe()
 
     async def ask(
         self,
-        make: Callable[[int], Request] | None,
+        make: Callable[[int], Request],
         take: Callable[[BackupChunk], None] | None = None,
-        body: bytes = b"",
         *,
         here: bool = False,
-        read: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Send a request that may be repeated. `make` makes it with its id; `take` receives the
-        chunks of a backup. Without `make`, it is a write with this body. With `here`, it is not
-        sent again on another connection. `read` makes the value to return of the response."""
-        # Numbered at the same time as it is registered: the floor skips unregistered numbers.
-        if make is None:
-            self._write_ids.last = number = self._write_ids.last + 1
-        else:
-            self._requests = number = self._requests - 1
+        chunks of a backup. With `here`, it is not sent again on another connection."""
+        self._requests = number = self._requests - 1
         loop = self._loop
-        future = loop.create_future()
-        call = self._calls[number] = _Call(number, make, future, loop.time(), take, body, here=here)
+        call = _Call(number, make, loop.create_future(), loop.time(), take, here=here)
+        self._calls[number] = call
         if self._connection is not None:
             self._send(call)
         else:
             self._connect()
         try:
-            response = await future
-        except asyncio.CancelledError:
-            self.probe()
-            raise
+            return await call.future
         finally:
-            del self._calls[number]
-        return response if read is None else read(response)
+            self.end(call)
 
     async def ask_if(
         self, able: Callable[[NodeStatus], bool], make: Callable[[int], Request]
@@ -277,7 +289,7 @@ class QuorumConnection:
         if self._connection is None:
             return  # the next connection sends them
         calls: list[_Call] = []
-        size = 0
+        size, name = 0, self._write_ids.name
         for call in unsent:
             if call.future.done():
                 continue
@@ -286,12 +298,12 @@ class QuorumConnection:
                     call, OutcomeUnknown("the quorum may have forgotten this client's writes")
                 )
                 continue
-            if calls and (len(calls) == MAX_WRITES or size + len(call.body) > WRITES_BYTES):
-                self._put_writes(calls)
-                calls, size = [], 0
-            call.name = self._write_ids.name
-            calls.append(call)
             size += len(call.body)
+            if calls and (len(calls) == MAX_WRITES or size > WRITES_BYTES):
+                self._put_writes(calls)
+                calls, size = [], len(call.body)
+            call.name = name
+            calls.append(call)
         if calls:
             self._put_writes(calls)
 
@@ -404,9 +416,10 @@ class QuorumConnection:
         self._write_ids.known = True
         calls = self._calls
         for number, result in zip(response.ids, response.results, strict=True):
-            call = calls.get(number)
-            if call is not None and not call.future.done():
-                call.future.set_result(decode_result(result))
+            if number in calls:
+                future = calls[number].future
+                if not future.done():
+                    future.set_result(decode_result(result))
 
     def _status_received(self, response: NodeStatus) -> None:
         self._status = response
@@ -420,7 +433,10 @@ class QuorumConnection:
     def _list_chunk(self, response: ListChunk) -> None:
         call = self._calls.get(response.id)
         if call is not None:
-            call.entries += response.entries
+            if call.entries is None:
+                call.entries = response.entries
+            else:
+                call.entries += response.entries
             if not response.more:
                 self._resolve(call, call.entries)
 
@@ -546,7 +562,7 @@ class QuorumConnection:
                     watch.position = max(watch.position, self._notified)
                     watch.confirmed = False
             for call in self._calls.values():
-                call.entries = []  # not cleared: it may be a complete result, not yet taken
+                call.entries = None  # not cleared: it may be a complete result, not yet taken
                 if call.here and not call.future.done():
                     call.future.set_exception(_NodeLeft)
             if self._calls or self._watches:

@@ -193,19 +193,19 @@ class QuorumStore(GuardedStore):
         command = Update(entry.key, value, _version(entry.version))
         return self._replace(command, entry.lease)
 
-    def _replace(
-        self, command: Put | Update, lease: str | None
-    ) -> Coroutine[Any, Any, Entry | None]:
+    async def _replace(self, command: Put | Update, lease: str | None) -> Entry | None:
         """One coroutine for each write, since clients make many of them."""
-
-        def read(result: Result) -> Entry | None:
-            if isinstance(result, Written):
-                return Entry(command.key, command.value, result.revision, result.version, lease)
-            if isinstance(result, ConditionFailed):
-                return None
-            raise _unexpected(result)
-
-        return self._write(command, read)
+        self._require_usable()
+        call = self._requests.begin_write(command)
+        try:
+            result = await call.future
+        finally:
+            self._requests.end(call)
+        if isinstance(result, Written):
+            return Entry(command.key, command.value, result.revision, result.version, lease)
+        if isinstance(result, ConditionFailed):
+            return None
+        raise _unexpected(result)
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         result = await self._write(Delete(key, _version(if_version)))
@@ -315,11 +315,9 @@ class QuorumStore(GuardedStore):
         except Exception as error:  # noqa: BLE001 - reported as the reason
             return NodeAnswer(address, None, str(error))
 
-    def _write(
-        self, command: KeyspaceCommand, read: Callable[[Result], Any] | None = None
-    ) -> Coroutine[Any, Any, Any]:
+    def _write(self, command: KeyspaceCommand) -> Coroutine[Any, Any, Any]:
         self._require_usable()
-        return self._requests.write(command, read)
+        return self._requests.write(command)
 
     async def _find(self, make: Callable[[int], Any]) -> Entry | None:
         self._require_usable()
