@@ -38,7 +38,7 @@ from doyen.warden.child import ChildWarden
 from doyen.warden.client import SessionWarden, hello_for
 from doyen.warden.ending import KeptStores, LeaseEnder, Witness
 from doyen.warden.holder import TICKS, FrozenWatch
-from doyen.warden.server import FINISH_S, Warden
+from doyen.warden.server import FINISH_S, SUCCESSOR_S, Warden
 from doyen.warden.table import TABLE_BYTES, LeaseTable, TableState, WardedLease, read_state
 from doyen.warden.watched import WatchedSession
 from doyen.warden.wire import Hello, Refused, Welcome, encode_reply
@@ -458,6 +458,69 @@ def test_a_service_that_restarts_does_not_wait_long_for_a_store_that_hangs() -> 
         return asyncio.get_running_loop().time() - died_at
 
     assert 0.0 < run_virtual(main, clock=clock) <= FINISH_S
+
+
+class Taken(MemoryStore):
+    """A store that notes what is done with it, and when."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(MemoryServer(clock), Context(clock, lambda event: None))
+        self._now = clock.now
+        self.ended_at = self.closed_at = -1.0
+
+    async def end(self, warrant: bytes) -> None:
+        self.ended_at = self._now()
+
+    async def close(self) -> None:
+        self.closed_at = self._now()
+
+
+def test_a_lease_is_ended_at_once_and_the_store_is_closed_when_the_successor_leads() -> None:
+    """A turn of the loop costs 50 µs. To close a connection and to exit cost the successor's
+    processors several ms."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        store = Taken(clock)
+
+        async def opener(_: str) -> Store:
+            return store
+
+        warden = Warden(opener, clock)
+        session = warden.watch(Hello(session="s", url="memory://"), Deaf())
+        running = asyncio.create_task(warden.run())
+        await asyncio.sleep(1)
+        died_at = clock.now()
+        warden._over(session, [WardedLease("1", 5.0, b"1")])
+        await asyncio.sleep(0)
+        assert store.ended_at == died_at
+        await running
+        assert store.closed_at - died_at == pytest.approx(SUCCESSOR_S)
+
+    run_virtual(main, clock=clock)
+
+
+def test_what_writes_an_audit_log_is_loaded_before_a_holder_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To import it takes 20 ms."""
+    for name in [name for name in sys.modules if name.startswith("doyen.audit")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    async def main() -> None:
+        clock = SystemClock()
+        store = MemoryStore(MemoryServer(clock), Context(clock, lambda event: None))
+
+        async def opener(_: str) -> Store:
+            return store
+
+        warden = Warden(opener)
+        warden.watch(Hello(session="s", url="memory://", audit="audit.jsonl"), Deaf())
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert "doyen.audit.log" in sys.modules
+        await warden.stop(0.0)
+
+    asyncio.run(main())
 
 
 def test_sessions_in_several_directories_share_a_warden(

@@ -19,6 +19,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from doyen._waiting import retrieve, shared
 from doyen.errors import ConfigError, LeaseGone, OutcomeUnknown, StoreUnavailable
@@ -28,6 +29,9 @@ from doyen.lease.clock import Clock
 from doyen.stores.port import Store
 from doyen.warden.table import WardedLease
 from doyen.warden.wire import Hello
+
+if TYPE_CHECKING:
+    from doyen.audit import AuditLog
 
 __all__ = ["KeptStores", "LeaseEnder", "Witness"]
 
@@ -126,6 +130,11 @@ class Witness:
     def record(self, event: Event) -> Record:
         return Record(event, self._clock.now(), self._clock.wall(), self._session, os.getpid())
 
+    def prepare(self) -> None:
+        """A session has an audit log. Load the code that writes it, and start the thread on which
+        that is done: at the death of the holder, this would take longer than everything else."""
+        asyncio.get_running_loop().run_in_executor(None, _audit_log)
+
     async def testify(self, path: str, leases: Sequence[WardedLease]) -> None:
         """Write that the holder of these leases died. Raises `ConfigError` if that fails."""
         events = [self.record(LeaseEnded(lease=lease.id, cause="died")) for lease in leases]
@@ -133,10 +142,14 @@ class Witness:
         await asyncio.to_thread(partial(_write, path, events))
 
 
-def _write(path: str, events: Sequence[Record]) -> None:
+def _audit_log() -> type[AuditLog]:
     from doyen.audit import AuditLog  # only where there is a log
 
-    audit = AuditLog(path)
+    return AuditLog
+
+
+def _write(path: str, events: Sequence[Record]) -> None:
+    audit = _audit_log()(path)
     try:
         for event in events:
             audit(event)
@@ -168,9 +181,14 @@ class LeaseEnder:
             except ConfigError as error:
                 _left(leases, error)
                 return
-        await asyncio.sleep(hello.settle_s)
+        if hello.settle_s:
+            await asyncio.sleep(hello.settle_s)
         limit = asyncio.Semaphore(AT_ONCE)
-        await asyncio.gather(*(self._end(hello, lease, limit) for lease in leases))
+        first, *others = (self._end(hello, lease, limit) for lease in leases)
+        if others:
+            await asyncio.gather(first, *others)
+        else:
+            await first  # in this turn of the loop
 
     async def _end(self, hello: Hello, lease: WardedLease, limit: asyncio.Semaphore) -> None:
         pause_s, refused_s = FIRST_PAUSE_S, 0.0

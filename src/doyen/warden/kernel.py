@@ -22,6 +22,8 @@ class KernelConnection:
         self._pidfd = pidfd
         self._table = table
         self._loop = asyncio.get_running_loop()
+        self._read: set[int] = set()
+        """Descriptors that the loop reads from. To remove one from it again takes 25 µs."""
 
     @classmethod
     def accept(cls, link: socket.socket) -> tuple[Hello, KernelConnection]:
@@ -37,11 +39,17 @@ class KernelConnection:
 
     def attach(self, on_message: Callable[[], None], on_death: Callable[[], None]) -> None:
         def died() -> None:
-            self._loop.remove_reader(self._pidfd)
+            self._stop_reading(self._pidfd)
             on_death()
 
-        self._loop.add_reader(self._link, on_message)
-        self._loop.add_reader(self._pidfd, died)
+        for descriptor, call in ((self._link.fileno(), on_message), (self._pidfd, died)):
+            self._loop.add_reader(descriptor, call)
+            self._read.add(descriptor)
+
+    def _stop_reading(self, descriptor: int) -> None:
+        if descriptor in self._read:
+            self._read.remove(descriptor)
+            self._loop.remove_reader(descriptor)
 
     def receive(self) -> bytes | None:
         try:
@@ -51,7 +59,7 @@ class KernelConnection:
         except OSError:
             data = b""
         if not data:
-            self._loop.remove_reader(self._link)
+            self._stop_reading(self._link.fileno())
         return data
 
     def send(self, message: bytes) -> bool:
@@ -78,8 +86,8 @@ class KernelConnection:
         return ""
 
     def detach(self) -> None:
-        self._loop.remove_reader(self._link)
-        self._loop.remove_reader(self._pidfd)
+        for descriptor in list(self._read):
+            self._stop_reading(descriptor)
 
     def close(self) -> None:
         self._link.close()

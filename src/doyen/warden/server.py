@@ -40,6 +40,8 @@ ACCEPT_AGAIN_S = 1.0
 REHEARSE_S = 5.0
 FINISH_S = 5.0
 """How long a warden that is stopped goes on ending leases of holders that have died."""
+SUCCESSOR_S = 0.1
+"""How long a warden that has ended leases rests before it closes connections or exits."""
 GIVE_UP_S = 24 * 3600.0
 """How long a store that does not answer at all is tried, after a holder has died."""
 
@@ -119,6 +121,8 @@ class Warden:
     def watch(self, hello: Hello, connection: HolderConnection) -> WatchedSession:
         """Watch over a session."""
         self._stores.acquire(hello.url)
+        if hello.audit is not None:
+            self.witness.prepare()
         session = WatchedSession(hello, connection, self._over)
         self._sessions.add(session)
         session.start()
@@ -210,6 +214,10 @@ class Warden:
     async def _conclude(self, session: WatchedSession, leases: list[WardedLease]) -> None:
         try:
             await self._ender.end(session.hello, leases)
+            if leases:
+                # The successor needs the processors now. To close a connection can keep the server
+                # busy for several ms, and so can the end of this process.
+                await asyncio.sleep(SUCCESSOR_S)
         finally:
             session.connection.close()
             self._stores.release(session.hello.url)
