@@ -13,6 +13,7 @@ each request while the world is rough:
 - tombstones are removed, so that the index of a prefix goes backwards
 - a change of the servers' leader: every session's time begins anew
 - a silent agent: it accepts requests and neither carries them out nor answers
+- an agent that answers everything but blocking queries, which wait at a frozen server
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class ConsulModel:
         self.sessions: dict[str, Session] = {}
         self.silent: dict[str, float] = {}
         """Until when agents are silent, by their address."""
+        self.stuck: dict[str, float] = {}
+        """Until when blocking queries at an agent stay unanswered, although it answers everything
+        else: it has passed them on to a server that is frozen."""
         self.seen: list[tuple[str, str]] = []
         """All requests: the agent's address, then the method and the path."""
         self._tombstones: dict[str, int] = {}
@@ -93,6 +97,10 @@ class ConsulModel:
                 await self._block(
                     connection.reader, path, int(query["index"]), seconds(query["wait"])
                 )
+                if asyncio.get_running_loop().time() < self.stuck.get(agent, 0.0):
+                    while await connection.reader.read(65536):
+                        pass
+                    return
 
             def answer(
                 method: str = method,
@@ -116,6 +124,8 @@ class ConsulModel:
             elif draw < 0.012:
                 for name in self.sessions:
                     self._arm(name)
+            elif draw < 0.016:
+                self.stuck[agent] = now + self.rng.expovariate(1 / 20)
         return now < self.silent.get(agent, 0.0)
 
     def _answer(self, method: str, path: str, query: dict[str, str], body: Any) -> bytes:

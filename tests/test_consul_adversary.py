@@ -164,6 +164,27 @@ def test_a_silent_agent_is_not_asked_while_another_answers() -> None:
     run(main)
 
 
+def test_watches_outlive_queries_that_stay_unanswered() -> None:
+    """An agent has passed them on to a server that is frozen. It answers everything else."""
+
+    async def main(model: ConsulModel) -> None:
+        async with opened() as store:
+            lease = await store.grant(3600)
+            notified = [asyncio.Event(), asyncio.Event()]
+            for name, event in zip("ef", notified, strict=True):
+                await store.watch(leader_key(name), event.set)
+            model.stuck[AGENTS[0]] = FOREVER_S
+            for name, event in zip("ef", notified, strict=True):
+                for number in range(3):
+                    event.clear()
+                    await store.put(f"{leader_key(name)}/{number}", b"v", if_version=None)
+                    async with asyncio.timeout(17.0):
+                        await event.wait()
+            await store.renew(lease)
+
+    run(main)
+
+
 def test_keys_of_other_programs_in_a_line_are_not_tickets() -> None:
     """For example a folder made in Consul's user interface, or a key written by hand."""
 

@@ -117,7 +117,8 @@ class Agent:
         now = asyncio.get_running_loop().time()
         if silent and not self.silent:
             for deadline in self.blocking:
-                deadline.reschedule(now)
+                if not deadline.expired():  # that of the query that has just failed is
+                    deadline.reschedule(now)
         self.silent = self.silent or silent
         self.failed_at = now
 

@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from doyen.errors import StoreError
+from doyen.errors import StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
 from doyen.stores.kit.lifecycle import WatchHandle
@@ -126,12 +126,17 @@ class _Cover:
             try:
                 answer = await self._ask(index)
                 now = {each["Key"]: each["ModifyIndex"] for each in answer.entries}
-            except StoreError as error:
+            except Exception as error:
                 line = log_line(event="watches_interrupted", prefix=self.prefix, reason=error)
-                log.debug("%s", line)
+                if isinstance(error, StoreError):
+                    log.debug("%s", line)
+                    failure = error
+                else:  # a defect; but if this task ended, no watch would be notified any more
+                    log.exception("%s", line)
+                    failure = StoreUnavailable(str(error))
                 index, self._seen = 0, None
                 for watch in list(self.watches):
-                    watch.fail(error)
+                    watch.fail(failure)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
                 continue
             if answer.index < index:
