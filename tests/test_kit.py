@@ -13,9 +13,10 @@ from doyen.errors import ConfigError, OutcomeUnknown, StoreUnavailable, StoreUnu
 from doyen.stores.kit import url as options
 from doyen.stores.kit.batches import Batches
 from doyen.stores.kit.failover import answer_within, failover
-from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle
+from doyen.stores.kit.lifecycle import GuardedStore, WatchHandle, begun_again
 from doyen.stores.kit.streams import write_joined
 from doyen.stores.port import StoreURL
+from doyen.testing import run_virtual
 
 
 @pytest.mark.parametrize(
@@ -244,3 +245,29 @@ async def test_what_cannot_be_written_is_not_waited_for(lost: bool) -> None:
     assert registered is None or not registered.events & selectors.EVENT_WRITE
     writer.close()
     theirs.close()
+
+
+def test_what_notifies_watches_begins_again_after_a_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun = 0
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 3:
+            raise RuntimeError("a defect")
+        if begun == 4:
+            await asyncio.sleep(1000)
+
+    async def main() -> None:
+        await begun_again(work, "queries")
+        assert begun == 3
+        assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+        task = asyncio.ensure_future(begun_again(work, "queries"))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_virtual(main())

@@ -22,10 +22,10 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from doyen.errors import StoreError, StoreUnavailable
+from doyen.errors import StoreError
 from doyen.events.log_lines import log_line
 from doyen.stores.consul.client import Agents, ConsulClient, ConsulResponse
-from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.kit.lifecycle import WatchHandle, begun_again
 
 log = logging.getLogger("doyen.consul")
 
@@ -113,7 +113,8 @@ class _Cover:
         self._client = client
         self._seen: dict[str, int] | None = None
         """The version of each key in the last answer; None before the first and after a failure."""
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        work = begun_again(self._run, f"queries of {prefix}")
+        self.task = asyncio.get_running_loop().create_task(work)
 
     def join(self, watch: WatchHandle) -> None:
         self.watches[watch] = None
@@ -121,22 +122,17 @@ class _Cover:
             watch.begin()
 
     async def _run(self) -> None:
-        index = 0
+        index, self._seen = 0, None
         while True:
             try:
                 answer = await self._ask(index)
                 now = {each["Key"]: each["ModifyIndex"] for each in answer.entries}
-            except Exception as error:
+            except StoreError as error:
                 line = log_line(event="watches_interrupted", prefix=self.prefix, reason=error)
-                if isinstance(error, StoreError):
-                    log.debug("%s", line)
-                    failure = error
-                else:  # a defect; but if this task ended, no watch would be notified any more
-                    log.exception("%s", line)
-                    failure = StoreUnavailable(str(error))
+                log.debug("%s", line)
                 index, self._seen = 0, None
                 for watch in list(self.watches):
-                    watch.fail(failure)
+                    watch.fail(error)
                 await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
                 continue
             if answer.index < index:

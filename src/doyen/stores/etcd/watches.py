@@ -33,7 +33,7 @@ from doyen.stores.etcd.connection import (
     refusal,
 )
 from doyen.stores.kit.failover import answer_within
-from doyen.stores.kit.lifecycle import WatchHandle
+from doyen.stores.kit.lifecycle import WatchHandle, begun_again
 
 PROBE_S = 2.0
 """How long a stream may be silent before progress is requested, and how long that may take, unless
@@ -73,7 +73,8 @@ class EtcdWatches:
         watch = WatchHandle(scope, notify, self._forget)
         self._all[watch] = None
         if self._running is None or self._running.done():
-            self._running = asyncio.get_running_loop().create_task(self._run())
+            work = begun_again(self._run, "watch stream")
+            self._running = asyncio.get_running_loop().create_task(work)
         elif self._stream is not None:
             self._stream.create(watch)
         await watch.wait_begun()

@@ -104,6 +104,21 @@ class GuardedStore(Store):
             await shared(self._releasing)
 
 
+BEGIN_AGAIN_S = 0.5
+
+
+async def begun_again(work: Callable[[], Awaitable[None]], task: str) -> None:
+    """Run the work of a task that notifies watches. If a defect ends it, log that, and begin it
+    again after a pause: otherwise no watch would be notified any more, and no caller would learn
+    it."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("%s", log_line(event="watches_interrupted", task=task))
+            await asyncio.sleep(BEGIN_AGAIN_S)
+
+
 class WatchHandle:
     """A watch as its user holds it.
 

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from doyen._waiting import retrieve, shared
 from doyen.errors import StoreError, StoreUnusable
 from doyen.events.log_lines import log_line
-from doyen.stores.kit.lifecycle import CLOSED
+from doyen.stores.kit.lifecycle import CLOSED, begun_again
 from doyen.stores.redis.connection import RedisConnection, RedisMaster
 
 log = logging.getLogger("doyen")
@@ -55,7 +55,7 @@ class RedisSubscriber:
         self._wanted[scope] += 1
         try:
             if self._running is None:
-                self._running = loop.create_task(self._run())
+                self._running = loop.create_task(begun_again(self._run, "subscriptions"))
             if scope in self._subscribed:
                 return
             if scope not in self._confirmations:
