@@ -18,7 +18,7 @@ from doyen.quorum.node.membership import Members, NodeMember
 from doyen.quorum.node.peer_connections import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
-from doyen.quorum.protocol.frames import MAX_FRAME
+from doyen.quorum.protocol.frames import MAX_FRAME, ConnectionRefused
 from doyen.quorum.protocol.security import TLS, Security
 from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Node, Nodes, Text, call, run
 from servers import Proxy
@@ -339,7 +339,8 @@ async def test_a_node_that_is_not_a_member_is_asked_for_its_version() -> None:
     async with Nodes() as nodes:
         one, other = await nodes.add("n1"), await nodes.add("n2")
         assert await one.peers.newest("n2", other.address) == NEWEST
-        assert await one.peers.newest("n3", other.address) is None
+        with pytest.raises(ConnectionRefused, match="this is node 'n2', not 'n3'"):
+            await one.peers.newest("n3", other.address)
         await other.close()
         assert await one.peers.newest("n2", other.address) is None
         assert not one.links()

@@ -273,8 +273,10 @@ class Administration:
         members = self._pump.core.membership
         if request.what != "add" or members.addresses.get(request.node) == request.address:
             return None
+        address = _reachable(request.address)
+        _check_free({**members.addresses, request.node: address}, request.node)
         try:
-            newest = await self._newest(request.node, _reachable(request.address))
+            newest = await self._newest(request.node, address)
         except ConnectionRefused as error:
             raise OrderFailed(f"{request.node} was not added: {error}") from error
         return None if request.node in members.everyone else newest
