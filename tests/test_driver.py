@@ -85,18 +85,20 @@ def weather(
     *,
     driver: type[Driver] = Driver,
     machine: type[ReplicatedMachines] = ReplicatedMachines,
+    together: bool = False,
 ) -> tuple[World, Clients]:
     async def main() -> tuple[World, Clients]:
         limits = SMALL if seed % 2 else ProposalLimits(patience_s=3.0)
         world = World(seed, limits=limits, driver=driver, machine=machine)
-        return world, await storm(world, 6.0)
+        return world, await storm(world, 6.0, together=together)
 
     return run_virtual(main)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
-    _, people = weather(seed)
+def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int, together: bool) -> None:
+    _, people = weather(seed, together=together)
     assert not people.wrong
     assert len(people.acknowledged) > 50
     assert people.reads > 10
