@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import pytest
@@ -790,3 +791,65 @@ async def test_what_a_machine_has_forgotten_of_commands_is_proposed_again(world:
     outcomes = await submitted(leader, [b"a", b"b", b"c"])
     assert outcomes == {"t0": 2, "t1": 3, "t2": 4}
     assert world.tallies[leader.id].done == [b"first", b"a", b"b", b"c"]
+
+
+@with_world(limits=ProposalLimits(patience_s=1.0))
+async def test_commands_of_the_node_itself_that_were_given_up_raise_no_version(
+    world: World,
+) -> None:
+    """Their entry turns out to be lost after that, so they wait in the queue for a turn."""
+    (leader,) = world.leaders()
+    world.cut(leader.id)
+    settled: list[Any] = []
+    leader.submit(USER, b"own", lambda *outcome: settled.append(outcome), internal=True)
+    await world.until(lambda: settled)
+    assert leader.proposals.appended
+    leader.proposals.replaced(leader.core.commit + 10)
+    assert leader.proposals.internal
+    assert not leader.proposals.raises_version()
+
+
+def submit_many(node: Driver, count: int, together: int) -> list[Any]:
+    """Submit so many commands; returns the tags of those that have outcomes."""
+    settled: list[Any] = []
+
+    def settle_all(tags: Sequence[Any], _: Sequence[Any]) -> None:
+        settled.extend(tags)
+
+    for at in range(0, count, together):
+        tags, bodies = range(at, at + together), [b"a"] * together
+        assert node.proposals.submit_all(
+            USER, bodies, tags, lambda tag, *_: settled.append(tag), settle_all
+        )
+    return settled
+
+
+@with_world
+async def test_many_proposals_are_refused_in_the_time_of_many_commands(world: World) -> None:
+    """A leader that refuses writes for longer than an election timeout would be replaced."""
+    (leader,) = world.leaders()
+    took_s = []
+    for together in (1, 2):
+        settled = submit_many(leader, 16384, together)
+        began = process_time()
+        leader.proposals.refuse_waiting("full", lambda _: False)
+        took_s.append(process_time() - began)
+        assert settled == [*range(16384)]
+    assert took_s[1] < 8 * took_s[0]
+
+
+@with_world
+async def test_proposals_are_gathered_as_fast_after_many_others(world: World) -> None:
+    (leader,) = world.leaders()
+    proposals = leader.proposals
+    submit_many(leader, 16384, 1)
+    took_s = []
+    for first in range(1, 16384, 512):
+        began = process_time()
+        batch = proposals.gather(0)
+        took_s.append(process_time() - began)
+        assert batch is not None
+        assert batch.commands[0].floor == first
+        proposals.settle(batch, [0] * 512)
+    assert not len(proposals)
+    assert sum(took_s[-4:]) < 4 * sum(took_s[:4])
