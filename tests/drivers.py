@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import msgspec
 
-from doyen.errors import DoyenError, OutcomeUnknown, StoreUnavailable
+from doyen.errors import CommandFailed, DoyenError, OutcomeUnknown, StoreUnavailable
 from doyen.lease.clock import VirtualClock
 from doyen.quorum.consensus.core import (
     Connected,
@@ -520,27 +520,48 @@ class World:
 class Clients:
     """Those who write and read, and what they received."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, together: bool = False) -> None:
+        """`together`: they submit several commands at a time, of which some fail."""
         self.world = world
+        self.together = together
         self.acknowledged: dict[bytes, int] = {}
         self.highest = 0
         self.wrong: list[str] = []
         self.reads = 0
         self.unknown = 0
 
-    async def write(self, command: bytes) -> None:
-        """A result is a place in the order of all; whoever began later comes later."""
+    async def write(self, *commands: bytes) -> None:
+        """Submit these together, and wait for the outcome of each. A result is a place in the order
+        of all; whoever began later comes later."""
         node = self._somebody()
         before = self.highest
-        try:
-            place = await node.propose(USER, command)
-        except DoyenError as error:
+        waiting = {*commands}
+        settled = self.world.loop.create_future()
+
+        def settle(command: bytes, place: Any, error: BaseException | None) -> None:
+            if command not in waiting:
+                self.wrong.append(f"{command!r} has two outcomes")
+                return
+            waiting.remove(command)
+            if not waiting:
+                settled.set_result(None)
             self.unknown += isinstance(error, OutcomeUnknown)
-            return
-        if place <= before:
-            self.wrong.append(f"{command!r} was put at {place}, behind an earlier {before}")
-        self.acknowledged[command] = place
-        self.highest = max(self.highest, place)
+            carried_out = error is None or isinstance(error, CommandFailed)
+            if carried_out and (error is None) is command.startswith(b"fail"):
+                self.wrong.append(f"{command!r} has the result {place} and the error {error!r}")
+            elif error is None:
+                if place <= before:
+                    earlier = f"behind an earlier {before}"
+                    self.wrong.append(f"{command!r} was put at {place}, {earlier}")
+                self.acknowledged[command] = place
+                self.highest = max(self.highest, place)
+
+        def settle_all(settled: Sequence[bytes], places: Sequence[Any]) -> None:
+            for command, place in zip(settled, places, strict=True):
+                settle(command, place, None)
+
+        if node.proposals.submit_all(USER, commands, commands, settle, settle_all):
+            await settled
 
     async def read(self) -> None:
         node = self._somebody()
@@ -568,18 +589,23 @@ class Clients:
             elif self.world.random.random() < 0.3:
                 await self.read()
             else:
-                count += 1
-                await self.write(b"%d-%d" % (client, count))
+                begin, count = count, count + 1
+                if self.together:
+                    count += self.world.random.randrange(4)
+                commands = [b"%d-%d" % (client, each) for each in range(begin, count)]
+                if self.together and self.world.random.random() < 0.2:
+                    commands.insert(self.world.random.randrange(len(commands)), b"fail")
+                await self.write(*commands)
             await asyncio.sleep(self.world.random.uniform(0, 0.02))
 
 
-async def misfortune(world: World, until: float) -> None:
+async def misfortune(world: World, until: float, *, full: bool = False) -> None:
     """Crash, cut, slow down: one node at a time, or the power fails for all of them."""
     chance = world.random
     while world.loop.time() < until:
         await asyncio.sleep(chance.uniform(0.05, 0.8))
         node = chance.choice([*world.nodes])
-        what = chance.randrange(8)
+        what = chance.randrange(8 + full)
         if what == 0:
             world.crash(node)
         elif what == 5:
@@ -594,11 +620,15 @@ async def misfortune(world: World, until: float) -> None:
             world.crash_in[node] = chance.randrange(12)
         elif what == 2:
             world.cut(node)
+        elif what == 8:
+            world.disks[node].full = True
         elif what == 3:
             world.disks[node].sync_s = chance.choice([0.0001, 0.02, 0.3])
         else:
             world.loss = chance.choice([0.0, 0.02, 0.2])
         await asyncio.sleep(chance.uniform(0.05, 2.0))
+        if full:
+            world.disks[node].full = False
         world.heal()
         await revive(world)
 
@@ -610,15 +640,17 @@ async def revive(world: World) -> None:
             await world.boot_one(name)
 
 
-async def storm(world: World, seconds: float = 12.0, clients: int = 6) -> Clients:
-    """A run, and what is wrong about it."""
+async def storm(
+    world: World, seconds: float = 12.0, clients: int = 6, *, together: bool = False
+) -> Clients:
+    """A run, and what is wrong about it. With `together`, disks are full at times as well."""
     await world.boot()
-    people = Clients(world)
+    people = Clients(world, together=together)
     until = world.loop.time() + seconds
     async with asyncio.TaskGroup() as tasks:
         for client in range(clients):
             tasks.create_task(people.work(client, until))
-        tasks.create_task(misfortune(world, until))
+        tasks.create_task(misfortune(world, until, full=together))
     world.heal()
     world.loss = 0.0
     await revive(world)
@@ -627,6 +659,9 @@ async def storm(world: World, seconds: float = 12.0, clients: int = 6) -> Client
     for node in world.nodes.values():
         await node.barrier()
     people.wrong += [f"{name}: {error!r}" for name, error in world.aborted]
+    for name, node in world.nodes.items():
+        if len(node.proposals) or node.proposals._live_bytes or node.proposals._identity.open:
+            people.wrong.append(f"{name} counts proposals that have an outcome")
     agreed = world.tallies[leader.id].done
     for name, tally in world.tallies.items():
         if tally.done != agreed:

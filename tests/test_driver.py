@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -85,18 +85,20 @@ def weather(
     *,
     driver: type[Driver] = Driver,
     machine: type[ReplicatedMachines] = ReplicatedMachines,
+    together: bool = False,
 ) -> tuple[World, Clients]:
     async def main() -> tuple[World, Clients]:
         limits = SMALL if seed % 2 else ProposalLimits(patience_s=3.0)
         world = World(seed, limits=limits, driver=driver, machine=machine)
-        return world, await storm(world, 6.0)
+        return world, await storm(world, 6.0, together=together)
 
     return run_virtual(main)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int) -> None:
-    _, people = weather(seed)
+def test_nothing_is_lost_or_done_twice_in_a_storm(seed: int, together: bool) -> None:
+    _, people = weather(seed, together=together)
     assert not people.wrong
     assert len(people.acknowledged) > 50
     assert people.reads > 10
@@ -725,66 +727,3 @@ async def test_a_leader_with_slow_disks_is_removed(world: World) -> None:
     (successor,) = world.leaders()
     assert successor is not leader
     assert leader.id not in successor.applier.membership.everyone
-
-
-async def submitted(node: Driver, bodies: list[bytes]) -> dict[Any, Any]:
-    """The outcomes of commands that are submitted together, by tag; each is reported once."""
-    outcomes: dict[Any, Any] = {}
-    done = asyncio.get_running_loop().create_future()
-
-    def settle(tag: Any, result: Any, error: BaseException | None) -> None:
-        assert tag not in outcomes
-        outcomes[tag] = error or result
-        if len(outcomes) == len(bodies):
-            done.set_result(None)
-
-    def settle_all(tags: Sequence[Any], results: Sequence[Any]) -> None:
-        for tag, result in zip(tags, results, strict=True):
-            settle(tag, result, None)
-
-    tags = [f"t{number}" for number in range(len(bodies))]
-    assert node.proposals.submit_all(USER, bodies, tags, settle, settle_all)
-    assert len(node.proposals) == len(bodies)
-    await asyncio.wait_for(done, 10.0)
-    assert not len(node.proposals)
-    assert not node.proposals._live_bytes
-    assert not node.proposals._identity.open
-    return outcomes
-
-
-@with_world(limits=ProposalLimits(batch_commands=3))
-async def test_commands_that_are_submitted_together_have_outcomes_of_their_own(
-    world: World,
-) -> None:
-    """On the leader and on a follower: each gets its own result, and one that fails does not affect
-    the others. Those that do not fit into one entry are in several."""
-    (leader,) = world.leaders()
-    await leader.propose(USER, b"first")
-    before, count = leader.core.commit, 1
-    for node in (leader, follower_of(world)):
-        outcomes = await submitted(node, [b"a", b"b", b"c", b"fail", b"d", b"e", b"f", b"g"])
-        assert isinstance(outcomes.pop("t3"), CommandFailed)
-        assert sorted(outcomes.values()) == [*range(count + 1, count + 8)]
-        count += 7
-    assert leader.core.commit == before + 6
-
-
-@with_world
-async def test_commands_that_are_submitted_together_are_given_up_one_by_one(world: World) -> None:
-    (leader,) = world.leaders()
-    world.cut(leader.id)
-    outcomes = await submitted(leader, [b"a", b"b"])
-    assert [type(each) for each in outcomes.values()] == [OutcomeUnknown] * 2
-    assert outcomes["t0"] is not outcomes["t1"], "each is raised somewhere else"
-
-
-@with_world
-async def test_what_a_machine_has_forgotten_of_commands_is_proposed_again(world: World) -> None:
-    """The results of all commands of a proposal are failures; each is carried out once."""
-    (leader,) = world.leaders()
-    assert await leader.propose(USER, b"first") == 1
-    for node in world.nodes.values():
-        node.machine._clients.clear()
-    outcomes = await submitted(leader, [b"a", b"b", b"c"])
-    assert outcomes == {"t0": 2, "t1": 3, "t2": 4}
-    assert world.tallies[leader.id].done == [b"first", b"a", b"b", b"c"]

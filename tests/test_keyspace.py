@@ -719,6 +719,15 @@ def test_a_key_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in [*range(102, 300), 100]:
         numbers.remove(number)
     assert numbers.get(100) is None
+    assert not numbers._places, "keys are long"
+
+
+def test_a_place_holds_no_key_of_its_own() -> None:
+    words: SortedMap[str, int] = SortedMap()
+    held, same = ("a long key" * times for times in (100, 100))
+    words.put(held, 1)
+    assert words.get(same) == 1
+    assert [key is held for key in words._places] == [True]
 
 
 def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import doyen
+from doyen.quorum.node import _ProposalBridge
 from nodes import LONG_ELECTION_S, PATIENCE_S, Notes, addresses, three, until
 
 
@@ -376,3 +377,14 @@ except doyen.ConfigError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert "install doyen[quorum]" in result.stdout
+
+
+async def test_proposals_to_a_node_that_has_stopped_have_errors_of_their_own() -> None:
+    """Each is raised somewhere else."""
+    stopped = asyncio.new_event_loop()
+    stopped.close()
+    bridge = _ProposalBridge(asyncio.get_running_loop(), stopped, Any)  # type: ignore[arg-type]
+    proposed = bridge.propose(b"a"), bridge.propose(b"b")
+    errors: tuple[Any, Any] = await asyncio.gather(*proposed, return_exceptions=True)
+    assert [type(error) for error in errors] == [doyen.SessionClosed] * 2
+    assert errors[0] is not errors[1]

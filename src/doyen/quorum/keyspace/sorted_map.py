@@ -9,7 +9,7 @@ does not track: a map of a million plain keys does not lengthen its pauses. List
 write to, and are always traversed.
 
 Keys that are written again and again are found by their last place, if they are still there. At
-most `PLACES` places are remembered.
+most `PLACES` places are remembered, and none of a key that was removed.
 
 Invariants: no block is empty; the keys within a block ascend, and so do the blocks. Pure; imports
 nothing of doyen.
@@ -88,7 +88,7 @@ class SortedMap(Generic[K, V]):
         if at < len(keys) and keys[at] == key:
             if len(places) >= PLACES:
                 places.clear()
-            places[key] = index, at
+            places[keys[at]] = index, at  # the key that is held already
             return index, at, values[at]
         return index, at, None
 
@@ -121,6 +121,7 @@ class SortedMap(Generic[K, V]):
         index, at, present = self.seek(key)
         if present is None:
             raise KeyError(key)
+        self._places.pop(key, None)
         keys, values = self._blocks[index]
         self._size -= 1
         if len(keys) == 1:

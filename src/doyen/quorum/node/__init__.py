@@ -396,7 +396,8 @@ class _ProposalBridge:
         try:
             self._node.call_soon_threadsafe(self._take_in, commands, futures)
         except RuntimeError:
-            _set_results([(futures, (), SessionClosed("the node has stopped"))])
+            for future in futures:
+                _set_results([((future,), (), SessionClosed("the node has stopped"))])
 
     def _take_in(self, commands: list[bytes], futures: list[asyncio.Future[Any]]) -> None:
         proposals, settle = self._proposals, self._settle

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any
 
 from msgspec import Struct, structs
@@ -96,17 +96,22 @@ class ProposalLimits(Struct, frozen=True, kw_only=True):
 class _Identity:
     """The name and the numbers under which this node proposes commands of its own."""
 
-    __slots__ = ("name", "open", "seq")
+    __slots__ = ("_floor", "name", "open", "seq")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.seq = 0
-        self.open: dict[int, None] = {}
-        """Numbers whose outcome is not known yet, in order."""
+        self.open: set[int] = set()
+        """Numbers whose outcome is not known yet."""
+        self._floor = 1
 
     @property
     def floor(self) -> int:
-        return next(iter(self.open))
+        """The outcomes of all lower numbers are known. Counted up, since finding the first of many
+        takes long."""
+        while self._floor <= self.seq and self._floor not in self.open:
+            self._floor += 1
+        return self._floor
 
 
 class _Proposal(Struct, eq=False):
@@ -141,6 +146,16 @@ class _Proposal(Struct, eq=False):
         return map(
             Command, repeat(name), self.seqs, repeat(floor), repeat(self.target), self.bodies
         )
+
+
+def _parts(proposal: _Proposal) -> list[_Proposal]:
+    """Its commands as proposals of their own."""
+    if len(proposal.bodies) == 1:
+        return [proposal]
+    return [
+        structs.replace(proposal, bodies=(body,), tags=(tag,), seqs=(seq,), size=len(body))
+        for body, tag, seq in zip(proposal.bodies, proposal.tags, proposal.seqs, strict=True)
+    ]
 
 
 class Batch(Struct, eq=False):
@@ -439,7 +454,7 @@ class Proposals:
         first = identity.seq + 1
         identity.seq += len(proposal.bodies)
         proposal.seqs = seqs = range(first, identity.seq + 1)
-        identity.open.update(dict.fromkeys(seqs))
+        identity.open.update(seqs)
 
     def gather(
         self, applied: int, taken: int = 0, taken_bytes: int = 0, *, internal: bool = False
@@ -486,46 +501,34 @@ class Proposals:
                 respond(DONE, encode_results(results[start : start + count]))
                 start += count
             results = results[start:]
-        live, start = self._live, 0
-        failed = Failure in {*map(type, results)}
-        for proposal in batch.proposals:
+        live, proposals, start = self._live, batch.proposals, 0
+        if Failure in {*map(type, results)}:
+            proposals = self._divide(proposals)
+        for proposal in proposals:
             end = start + len(proposal.bodies)
             some, start = results[start:end], end
             if proposal not in live:
                 continue
-            if not failed or Failure not in {*map(type, some)}:
+            if type(some[0]) is Failure:
+                self._failed(proposal, some[0])
+            else:
                 self._carried_out(proposal, some)
-                continue
-            for one, result in zip(self._parts(proposal), some, strict=True):
-                if type(result) is Failure:
-                    self._failed(one, result)
-                else:
-                    self._carried_out(one, (result,))
 
-    def _parts(self, proposal: _Proposal) -> list[_Proposal]:
-        """Its commands as proposals of their own, which take its place."""
-        if len(proposal.bodies) == 1:
-            return [proposal]
-        parts = [
-            structs.replace(proposal, bodies=(body,), tags=(tag,), seqs=(seq,), size=len(body))
-            for body, tag, seq in zip(proposal.bodies, proposal.tags, proposal.seqs, strict=True)
-        ]
-        live = [*self._live]
-        at = live.index(proposal)
-        live[at : at + 1] = parts
+    def _divide(self, proposals: Sequence[_Proposal]) -> list[_Proposal]:
+        """Each command of these as a proposal of its own. Those of live proposals take their
+        places: once for all of them, since many may be live."""
+        divided = [*map(_parts, proposals)]
+        places = dict(zip(proposals, divided, strict=True))
+        live = [part for each in self._live for part in places.get(each, (each,))]
         self._live.clear()
         self._live.update(dict.fromkeys(live))
-        return parts
+        return [*chain(*divided)]
 
     def parted(self, batch: Batch, first: Callable[[Command], bool]) -> tuple[Batch, Batch]:
         """A batch of this node's own as two: the commands for which `first` holds, and the rest."""
         parts = Batch([], []), Batch([], [])
-        commands = iter(batch.commands)
-        for proposal in batch.proposals:
-            some = [*islice(commands, len(proposal.bodies))]
-            if proposal not in self._live:
-                continue
-            for command, one in zip(some, self._parts(proposal), strict=True):
+        for command, one in zip(batch.commands, self._divide(batch.proposals), strict=True):
+            if one in self._live:
                 part = parts[0 if first(command) else 1]
                 part.commands.append(command)
                 part.proposals.append(one)
@@ -559,7 +562,7 @@ class Proposals:
             kind = Forgotten if once else OutcomeUnknown
             self._finish(proposal, kind, failure.reason)
             return
-        origin.open.pop(seq, None)
+        origin.open.discard(seq)
         if origin is self._identity:
             self._identity = self._new_identity()
         proposal.attempts = 0
@@ -592,9 +595,7 @@ class Proposals:
             self._live_bytes -= proposal.size
         origin = proposal.origin
         if type(origin) is _Identity:
-            unknown = origin.open
-            for seq in proposal.seqs:
-                unknown.pop(seq, None)
+            origin.open.difference_update(proposal.seqs)
             if self._large or self._awaited:
                 for seq in proposal.seqs:
                     self._large.pop((origin.name, seq), None)
@@ -610,18 +611,14 @@ class Proposals:
         them, however often this is."""
         queued = [*self.queue]
         self.queue.clear()
-        for proposal in queued:
-            if proposal not in self._live:
+        for one in self._divide(queued):
+            if one not in self._live:
                 continue
-            if proposal.spared:
-                self.queue.append(proposal)
-                continue
-            for one in self._parts(proposal):
-                if unless([*one.commands()]):
-                    one.spared = True
-                    self.queue.append(one)
-                else:
-                    self._fail(one, reason)
+            if one.spared or unless([*one.commands()]):
+                one.spared = True
+                self.queue.append(one)
+            else:
+                self._fail(one, reason)
 
     def refuse_internal(self, reason: str) -> None:
         """Refuse the waiting commands of the node itself."""
