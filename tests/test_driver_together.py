@@ -136,4 +136,4 @@ async def test_proposals_are_gathered_as_fast_after_many_others(world: World) ->
         assert batch.commands[0].floor == first
         proposals.settle(batch, [0] * 512)
     assert not len(proposals)
-    assert sum(took_s[-4:]) < 4 * sum(took_s[:4])
+    assert min(took_s[-8:]) < 4 * min(took_s[:8])  # a pause of the interpreter is in few of them
