@@ -226,7 +226,7 @@ def test_mutants_do_not_answer_as_the_oracle_does(
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, ExceptionGroup)):
-        search(600)
+        search(2400)  # found within 1,200; the order depends on the version of Hypothesis
 
 
 def test_one_change_of_many_keys_has_one_revision() -> None:

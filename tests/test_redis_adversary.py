@@ -87,8 +87,10 @@ def test_one_leads_at_a_time_although_servers_are_replaced(seed: int) -> None:
     assert contest(seed, failover=True, replicas=1).failovers
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 1024])
 def test_tokens_grow_although_writes_are_lost(seed: int) -> None:
+    """In the last one, a candidate gives its record back to one of higher priority, which leads;
+    then a failover loses the deletion."""
     assert contest(seed, failover=True, oracle=Tokens).failovers
 
 

@@ -82,6 +82,9 @@ class Claiming:
         self._giving_back = False
         """The deletion of the record was sent, or is to be. This attempt must not lead with it: an
         unanswered deletion may be carried out at any time."""
+        self._given_back = 0
+        """The revision of the last record that was given back. A failover that loses the deletion
+        brings it back, and others may have led since with higher tokens."""
         self._ahead_watch: Watch | None = None
         """The watch of the ticket that was ahead. It is closed once the next requests are sent."""
 
@@ -111,7 +114,9 @@ class Claiming:
                 await attempt.watch_record()
                 record = await attempt.get(attempt.record_key)
                 if record is not None and attempt.is_mine(record):
-                    return record
+                    if self._may_lead_with(record):
+                        return record
+                    continue
             if await self._is_my_turn():
                 record = await self._create()
                 if record is not None:
@@ -211,9 +216,17 @@ class Claiming:
     async def _give_back(self) -> None:
         """It is another's turn: delete the record, with which this attempt has not led."""
         if self.attempt.record is not None:
+            self._given_back = max(self._given_back, self.attempt.record.revision)
             await self.attempt.core.deletions.delete(self.attempt.record)
         self.attempt.record = None
         self._giving_back = False
+
+    def _may_lead_with(self, record: Entry) -> bool:
+        """False if this attempt has given the record back before; it is then deleted again."""
+        if record.revision > self._given_back:
+            return True
+        self.attempt.record, self._giving_back = record, True
+        return False
 
     async def _ahead(self) -> Entry | None:
         ticket = self.attempt.ticket
@@ -312,7 +325,7 @@ class Claiming:
         if creation is None:
             creation = await self._request_record()
         if self._is_ours(creation):
-            return creation.entry
+            return creation.entry if self._may_lead_with(creation.entry) else None
         if await attempt.watch_record():
             return None  # to look again: it may have changed before it was watched
         await self._wait_for(creation.entry, await self._preempt(creation.entry))
