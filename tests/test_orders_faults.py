@@ -319,7 +319,7 @@ def led_with_a_record_given_back(patch: pytest.MonkeyPatch) -> None:
         try:
             await give_back(self)
         except OutcomeUnknown:
-            self._giving_back, self._created = False, True
+            self._giving_back, self._created, self._given_back = False, True, 0
             raise
 
     patch.setattr(Claiming, "_give_back", forget)
