@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from time import process_time
 from typing import Any
 
@@ -108,6 +109,18 @@ def submit_many(node: Driver, count: int, together: int) -> list[Any]:
     return settled
 
 
+def processor_s(work: Callable[[], object]) -> float:
+    """The processor time of some work, without collections of garbage: in a process that has run
+    many tests they take longer than the work."""
+    gc.disable()
+    try:
+        began = process_time()
+        work()
+        return process_time() - began
+    finally:
+        gc.enable()
+
+
 @with_world
 async def test_many_proposals_are_refused_in_the_time_of_many_commands(world: World) -> None:
     """A leader that refuses writes for longer than an election timeout would be replaced."""
@@ -115,9 +128,7 @@ async def test_many_proposals_are_refused_in_the_time_of_many_commands(world: Wo
     took_s = []
     for together in (1, 2):
         settled = submit_many(leader, 16384, together)
-        began = process_time()
-        leader.proposals.refuse_waiting("full", lambda _: False)
-        took_s.append(process_time() - began)
+        took_s.append(processor_s(lambda: leader.proposals.refuse_waiting("full", lambda _: False)))
         assert settled == [*range(16384)]
     assert took_s[1] < 8 * took_s[0]
 
@@ -129,9 +140,9 @@ async def test_proposals_are_gathered_as_fast_after_many_others(world: World) ->
     submit_many(leader, 16384, 1)
     took_s = []
     for first in range(1, 16384, 512):
-        began = process_time()
-        batch = proposals.gather(0)
-        took_s.append(process_time() - began)
+        gathered: list[Any] = []
+        took_s.append(processor_s(lambda: gathered.append(proposals.gather(0))))  # noqa: B023
+        (batch,) = gathered
         assert batch is not None
         assert batch.commands[0].floor == first
         proposals.settle(batch, [0] * 512)
