@@ -259,10 +259,12 @@ async def test_the_end_of_a_term_in_the_trail_is_final(place: Place) -> None:
 def test_the_history_shows_a_term_that_an_order_ended_as_resigned() -> None:
     ordered = PastTerm("a", 1, 1.0, 2.0, "lost", "'ops' ordered it to resign in favour of another")
     lost = PastTerm("b", 2, 3.0, 4.0, "lost", "no renewal was confirmed in time")
-    (table,) = view("e", [lost, ordered]).parts
+    quoting = "the member 'c' of 'web' is unhealthy: it says that 'ops' ordered it to resign"
+    unhealthy = PastTerm("c", 3, 5.0, 6.0, "lost", quoting)
+    (table,) = view("e", [unhealthy, lost, ordered]).parts
     assert isinstance(table, Table)
-    assert [row[-1].partition(":")[0] for row in table.rows] == ["lost", "resigned"]
-    assert [*table.styles] == [0]
+    assert [row[-1].partition(":")[0] for row in table.rows] == ["lost", "lost", "resigned"]
+    assert [*table.styles] == [0, 1]
 
 
 def test_history_as_text_json_and_from_audit_logs(tmp_path: Path, capsys: Capture) -> None:

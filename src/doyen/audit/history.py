@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from doyen.audit.evidence import Evidence, EvidenceFact, LeaseFacts, read
 from doyen.model import Kind, PastTerm
 
-__all__ = ["past_terms"]
+__all__ = ["loss_reason", "past_terms"]
 
 
 def past_terms(
@@ -26,10 +26,8 @@ def past_terms(
         term = PastTerm(first.name, key[2], first.start.when.wall)
         lost, resigned = evidence.lost.get(key), evidence.resigned.get(key)
         if lost:
-            reason = lost[0].what.removeprefix("lost (").removesuffix(")")
-            term = PastTerm(
-                term.name, term.token, term.since, lost[0].when.wall, "lost", _none(reason)
-            )
+            reason = loss_reason(lost[0])
+            term = PastTerm(term.name, term.token, term.since, lost[0].when.wall, "lost", reason)
         elif resigned:
             term = PastTerm(term.name, term.token, term.since, resigned[0].when.wall, "resigned")
         else:
@@ -42,7 +40,12 @@ def past_terms(
     return sorted(terms.values(), key=lambda term: -term.token)
 
 
-def _none(reason: str) -> str:
+def loss_reason(lost: EvidenceFact) -> str:
+    """The reason that an audit log states for a loss; empty if it states none, or if the fact is
+    not a loss."""
+    if not lost.what.startswith("lost ("):
+        return ""
+    reason = lost.what.removeprefix("lost (").removesuffix(")")
     return "" if reason == "None" else reason
 
 

@@ -23,6 +23,7 @@ from doyen.cli._output import (
 from doyen.cli._screen import View, print_view
 from doyen.cli.list import when
 from doyen.errors import ConfigError
+from doyen.events.reasons import loss_cause
 from doyen.model import PastTerm
 
 MANUAL = """\
@@ -139,4 +140,5 @@ def _end(term: PastTerm) -> str:
 
 def _shown_end(term: PastTerm) -> str:
     """An order ends the body as a loss does, but it was planned."""
-    return "resigned" if "ordered it to" in term.reason else term.end
+    planned = loss_cause(term.reason) in ("ordered", "transferred")
+    return "resigned" if planned else term.end

@@ -23,6 +23,7 @@ from doyen.election.options import meta_of
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Elected, Event, Lost, Overrun, Resigned
 from doyen.events.log_lines import log_line
+from doyen.events.reasons import REMOVED, ordered
 from doyen.model import Entry, Meta, PastTerm, TermEnd
 from doyen.term import Term, TermState
 
@@ -31,7 +32,6 @@ __all__ = ["Leading"]
 log = logging.getLogger("doyen")
 
 OVERRUN_EXIT_CODE = 70
-REMOVED = "its record was removed from the store by another process"
 EXIT_FLUSH_S = 0.05
 """How long a process that exits for an overrun waits for each of its sinks, and for its log."""
 LOOK_AFTER_S = 0.005
@@ -159,8 +159,7 @@ class Leading:
                 elif order is not None:
                     if order.successor:
                         self.successor = successor_key(attempt, order)
-                    favour = " in favour of another" if order.successor else ""
-                    self.resign(f"{order.by!r} ordered it to resign{favour}")
+                    self.resign(ordered(order.by, transfer=bool(order.successor)))
                 elif not attempt.wakeup.woken:
                     break
         finally:

@@ -31,6 +31,7 @@ from typing import Protocol
 from doyen.errors import LeaseGone
 from doyen.events import Granted, LeaseLost, Renewed, Unsure
 from doyen.events.log_lines import log_line
+from doyen.events.reasons import EXPIRED, stalled
 from doyen.events.telemetry import Telemetry
 from doyen.lease.clock import Clock
 from doyen.lease.timing import Timing
@@ -140,9 +141,9 @@ class LeaseValidity:
         if self._clock.now() < self.valid_until:
             return False
         if self._clock.now() >= self._progress_at + self._stall_after_s:
-            reason = f"the work has not called term.beat() for {self._stall_after_s:g} s"
+            reason = stalled(self._stall_after_s)
         else:
-            reason = "no renewal was confirmed in time"
+            reason = EXPIRED
         self.lose(reason, only_if_expired=True)
         return self.lost_because is not None
 

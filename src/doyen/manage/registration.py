@@ -23,6 +23,7 @@ from doyen.election.core import SessionCore
 from doyen.election.options import default_name
 from doyen.errors import LeaseGone, NameTaken, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Listed, Unlisted
+from doyen.events.reasons import INELIGIBLE
 from doyen.lease.keepalive import Keepalive
 from doyen.manage.health import Inspection
 from doyen.manage.members import MemberSettings, MemberValue, checked_meta
@@ -261,7 +262,7 @@ class Registration:
     @property
     def ineligible_because(self) -> str:
         """Why it must not lead; empty if it may."""
-        name = f"the member {self.settings.name!r} of {self.settings.group!r}"
+        name = f"{INELIGIBLE}{self.settings.name!r} of {self.settings.group!r}"
         desired = self._desired
         if desired.left:
             return f"{name} has left"

@@ -29,6 +29,7 @@ from doyen.events import (
     Unsure,
     Waiting,
 )
+from doyen.events.reasons import loss_cause
 from doyen.lease.clock import Clock, SystemClock
 from doyen.metrics.histogram import Histogram
 from doyen.model import Line, PastTerm, Unreachable, is_name
@@ -37,13 +38,12 @@ if TYPE_CHECKING:
     from doyen.manage.inventory import Inventory
     from doyen.session import Session
 
-__all__ = ["INSTRUMENTS", "ElectionMeter", "Instrument", "Interval", "SessionMeters", "loss_cause"]
+__all__ = ["INSTRUMENTS", "ElectionMeter", "Instrument", "Interval", "SessionMeters"]
 
 Cause = Literal[
     "elected", "resigned", "ordered", "ineligible", "expired", "stalled", "removed", "ended"
 ]
-"""Why a term began or ended. `expired`: no renewal was confirmed in time; `removed`: the record was
-removed; `ended`: the store or another process ended the lease."""
+"""Why a term began or ended: see `LossCause`. A transfer counts as ordered."""
 
 
 _TRANSITIONS: tuple[str, ...] = get_args(Cause)
@@ -126,29 +126,13 @@ class ElectionMeter:
         self.looks += 1
         last = next((each for each in terms if self.token in (0, each.token)), None)
         if last is not None and self.idle_since is not None:
-            ordered = last.end == "lost" and loss_cause(last.reason) == "ordered"
+            ordered = last.end == "lost" and _cause_of_loss(last.reason) == "ordered"
             self.wanted = not (ordered or last.end == "resigned")
 
 
-def loss_cause(reason: str) -> Cause:
-    """The cause of a loss, of which there are few, from its reason, which is a text for people.
-
-    >>> loss_cause("no renewal was confirmed in time"), loss_cause("'ops' ordered it to resign")
-    ('expired', 'ordered')
-    """
-    for words, cause in _CAUSES.items():
-        if words in reason:
-            return cause
-    return "ended"
-
-
-_CAUSES: Mapping[str, Cause] = {
-    "no renewal was confirmed": "expired",
-    "ordered it to": "ordered",
-    "has not called term.beat()": "stalled",
-    "record was removed": "removed",
-    "the member ": "ineligible",
-}
+def _cause_of_loss(reason: str) -> Cause:
+    cause = loss_cause(reason)
+    return "ordered" if cause == "transferred" else cause
 
 
 def _encodable(name: str) -> str:
@@ -260,7 +244,7 @@ class SessionMeters:
                 self.waits.add(max(0.0, record.wall - began))
                 return Interval(key, cause, began, record.wall, token)
             case Lost(reason=reason):
-                self._ended(key, loss_cause(reason), record)
+                self._ended(key, _cause_of_loss(reason), record)
             case Resigned():
                 self._ended(key, "resigned", record)
             case _:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from doyen.audit import AuditViolation, Report, TermEvidence
+from doyen.audit.history import loss_reason
 from doyen.web.inline import ASSETS, one_file
-from doyen.web.terms import EndCause, clipped
+from doyen.web.terms import EndCause, clipped, ordered_end
 
 __all__ = ["report_page"]
 
 ENDS: Sequence[tuple[str, EndCause]] = (
-    ("in favour of another", "transferred"),
-    ("ordered it to", "resigned"),
     ("resigned", "released"),
     ("lost", "lost"),
     ("found died", "died"),
@@ -115,7 +114,9 @@ def _elections(report: Report) -> list[dict[str, Any]]:
 def _term(term: TermEvidence) -> list[Any]:
     """As `timeline.js` reads it."""
     end = term.end
-    cause = next((cause for words, cause in ENDS if words in end.what), "ended")
+    cause = ordered_end(loss_reason(end)) or next(
+        (cause for words, cause in ENDS if words in end.what), "ended"
+    )
     why = f"{end.what}, {end.where}"
     begin, until = term.start.when.wall, max(term.start.when.wall, end.when.wall)
     return [clipped(term.name), term.token, begin, until, cause, clipped(why, 500), True]

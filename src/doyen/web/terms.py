@@ -13,9 +13,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from doyen.events.reasons import loss_cause
 from doyen.model import Claim, Entry, Kind, Order, is_name
 
-__all__ = ["ElectionRow", "EndCause", "LeaseSight", "SeenTerm", "clipped", "row_key", "value_text"]
+__all__ = [
+    "ElectionRow",
+    "EndCause",
+    "LeaseSight",
+    "SeenTerm",
+    "clipped",
+    "ordered_end",
+    "row_key",
+    "value_text",
+]
 
 TERMS = 60
 """How many terms of an election are kept."""
@@ -33,6 +43,20 @@ election; `resigned` was ordered. `ended` is used if nothing is known but that i
 
 FAILED: frozenset[str] = frozenset({"expired", "died", "lost"})
 """The causes that are failures."""
+
+
+def ordered_end(reason: str) -> EndCause | None:
+    """How a term ended that was lost for this reason, if by an order; None if there was none.
+
+    >>> ordered_end("'ops' ordered it to resign"), ordered_end("no renewal was confirmed in time")
+    ('resigned', None)
+    """
+    match loss_cause(reason):
+        case "ordered":
+            return "resigned"
+        case "transferred":
+            return "transferred"
+    return None
 
 
 def clipped(text: str, limit: int = NAME) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from doyen.model import PastTerm, finite
 from doyen.web.board import Board
-from doyen.web.terms import TERMS, EndCause, SeenTerm, clipped, row_key
+from doyen.web.terms import TERMS, SeenTerm, clipped, ordered_end, row_key
 
 __all__ = ["AuditTrail", "GrowingLog", "TrailReader", "recorded_terms"]
 
@@ -29,19 +29,6 @@ KEPT = 5000
 """How many elections are remembered that are in the logs and not on the page."""
 LATEST_S = 1e11
 """Times after this are damage."""
-
-
-def _ordered(reason: str) -> EndCause | None:
-    """How a term ended by order, from its reason; None if there was no order.
-
-    >>> _ordered("'ops' ordered it to resign"), _ordered("no renewal was confirmed in time")
-    ('resigned', None)
-    >>> _ordered("'ops' ordered it to resign in favour of another")
-    'transferred'
-    """
-    if "ordered it to" not in reason:
-        return None
-    return "transferred" if "in favour of another" in reason else "resigned"
 
 
 def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
@@ -58,7 +45,7 @@ def recorded_terms(trail: Sequence[PastTerm]) -> list[SeenTerm]:
         name = clipped(past.name, 60)
         term = SeenTerm(past.name, past.token, past.since, True, past.until)
         if past.until is not None:
-            ordered = _ordered(past.reason)
+            ordered = ordered_end(past.reason)
             lost = past.end == "lost" and not ordered
             term.cause = "lost" if lost else ordered or "released"
             reason = f": {clipped(past.reason, 200)}" if past.reason else ""
@@ -104,7 +91,7 @@ class TrailReader:
             reason = clipped(str(line.get("reason", "")), 200)
             wall -= max(0.0, at - ended_at) if ended_at > 0 else 0.0
             self._end(known, wall, "lost", f"{clipped(known.name, 60)} lost it: {reason}.")
-            known.cause = _ordered(reason) or known.cause
+            known.cause = ordered_end(reason) or known.cause
         self._close(known)
         return key
 

@@ -32,6 +32,7 @@ from doyen.errors import (
     StoreError,
     StoreUnavailable,
 )
+from doyen.events.reasons import REMOVED
 from doyen.manage.health import HealthCheck
 from doyen.manage.members import MemberSettings
 from doyen.manage.registration import Registration
@@ -406,5 +407,5 @@ class ShardOwner:
             if leading is not None:
                 record = await leading.attempt.get(leading.attempt.record_key)
                 if record is None or record.revision != leading.term.token:
-                    leading.term._lose("its record was removed by another process")
+                    leading.term._lose(REMOVED)
             unheld.pop()
