@@ -33,7 +33,8 @@ async def submitted(node: Driver, bodies: list[bytes]) -> dict[Any, Any]:
     tags = [f"t{number}" for number in range(len(bodies))]
     assert node.proposals.submit_all(USER, bodies, tags, settle, settle_all)
     assert len(node.proposals) == len(bodies)
-    await asyncio.wait_for(done, 10.0)
+    # A command is given up after `patience_s`; a limit of the same length could end first.
+    await asyncio.wait_for(done, 2 * ProposalLimits().patience_s)
     assert not len(node.proposals)
     assert not node.proposals._live_bytes
     assert not node.proposals._identity.open
