@@ -169,6 +169,7 @@ def measure(
             unit="ms, p50",
             limit=max(HANDOVER_MS, round(2 * p50(floor), 1)),
             details={
+                "times_floor": round(p50(handed["doyen"]) / p50(floor), 2),
                 "floor_ms": spread(floor, 1),
                 **{f"{kind}_ms": each for kind, each in beside.items()},
                 **dict.fromkeys(stuck, "hung: no candidate took over within a minute"),

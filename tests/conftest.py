@@ -26,6 +26,7 @@ import pytest
 import doyen
 import servers
 import summary
+from doyen.lab.processes import failed_callbacks
 from fixtures import shared
 from servers.janitor import janitor
 
@@ -88,6 +89,16 @@ def store(tmp_path: Path) -> str:
     url = f"sqlite://{tmp_path}/doyen.db"
     doyen.connect_blocking(url).open().close()
     return url
+
+
+@pytest.fixture(autouse=True)
+def callback_failures() -> Iterator[list[str]]:
+    """The exceptions that nodes in this process have caught and logged. A test that causes some
+    clears the list; otherwise it fails, since nodes go on after these."""
+    failures: list[str] = []
+    with failed_callbacks(failures.append):
+        yield failures
+    assert not failures, "a node has caught an exception of its own code"
 
 
 def pytest_configure(config: pytest.Config) -> None:

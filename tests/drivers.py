@@ -43,7 +43,7 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.consensus.invariants import ClusterView, check
 from doyen.quorum.consensus.raft import STATE, Raft, RaftSettings
-from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.keyspace.versions import IDENTIFIED, NEWEST
 from doyen.quorum.node import StateMachine
 from doyen.quorum.node.data_directory import Installed, Kept, Ledger, PutEntries, Stated, Took
 from doyen.quorum.node.driver import Driver
@@ -211,7 +211,9 @@ class Link:
     def supports(self, peer: str) -> int:
         link = self._world.links.get(peer)
         met = link is not None and link.open and self._world.joined(self._node, peer)
-        return self._world.supports.get(peer, NEWEST) if met else 0
+        if not met:
+            return IDENTIFIED if peer in self._world.identified else 0
+        return self._world.supports.get(peer, NEWEST)
 
     async def newest(self, node: str, address: str) -> int | None:
         return self.supports(node) or None
@@ -346,6 +348,9 @@ class World:
         self.cluster = ClusterView()
         self.supports: dict[str, int] = {}
         """Nodes of an older release: the version of the state that each supports."""
+        self.identified: set[str] = set()
+        """Nodes whose member ids are recorded, so that something is known of them when they are not
+        connected (see `Peers.supports`)."""
         self.crash_in: dict[str, int] = {}
         """How many effects a node still carries out before it crashes."""
         self.links: dict[str, Link] = {}

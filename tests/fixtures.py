@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,6 +14,17 @@ from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, Store, open_store
 
 S = TypeVar("S", bound=Store)
+
+
+def run_within(work: Coroutine[Any, Any, None], within_s: float = 60.0) -> None:
+    """Run a test on a loop of its own, for a limited time."""
+    asyncio.run(asyncio.wait_for(work, within_s))
+
+
+def refused(url: str, kind: type[Exception], match: str) -> None:
+    """Check that a store cannot be opened at a URL, for this reason."""
+    with pytest.raises(kind, match=match):
+        asyncio.run(open_store(url, Context(SystemClock(), lambda event: None)))
 
 
 def shared(

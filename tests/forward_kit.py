@@ -10,8 +10,17 @@ from typing import Any
 import httpcore2
 
 from doyen import LeadershipLost
+from doyen.model import Leader
 
 SECRET = "a secret of the processes"
+A, B = "http://a:80", "http://b:80"
+TRUST = {A, B}
+ELSEWHERE = [b"@evil.example/x", b".evil.example/x", b"0/x", b"http://evil.example/x", b"*"]
+"""Targets that do not begin with a slash: after an address they would lead to another."""
+
+
+def leader(token: int, address: object = A) -> Leader:
+    return Leader("e", "a", token, {} if address is None else {"address": address})
 
 
 class Pool(httpcore2.AsyncConnectionPool):

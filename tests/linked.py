@@ -130,3 +130,28 @@ class VirtualHarness(LinkedHarness):
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         run_virtual(main, clock=self.virtual)
+
+
+class RelationalHarness(ServerHarness):
+    """A database, with the prefix of its tables and `ff00` as a literal."""
+
+    ttl_s = 0.4
+    server: servers.MariaDB | servers.Postgres
+    tables: str
+    foreign: str
+
+    async def restart(self) -> None:
+        """The server is shared; tests that restart one start their own."""
+
+    async def deface(self, name: str) -> None:
+        leases, entries = f"{self.tables}leases", f"{self.tables}entries"
+        statements = [
+            f"DELETE FROM {leases} WHERE id = 'stray'",
+            f"INSERT INTO {leases} VALUES ('stray', -1, 0, 0)",
+        ]
+        for path in (leader_key(name), order_key(name), f"{line_key(name)}/stray"):
+            row = f"'{path}', {self.foreign}, -1, -1, 'stray'"
+            columns = "path, value, revision, version, lease"
+            statements.append(f"INSERT INTO {entries} ({columns}) VALUES ({row})")
+        for statement in statements:
+            await asyncio.to_thread(self.server.query, statement)

@@ -20,6 +20,7 @@ from doyen.lab.processes import MachineClock
 from doyen.lease.keepalive import Keepalive
 from doyen.model import Entry
 from doyen.quorum.keyspace import commands, snapshot, state
+from doyen.quorum.keyspace.commands import StoredEntry
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node import lease_keeper as keeper
@@ -31,12 +32,13 @@ from doyen.quorum.node.clients import RefusedCreate, ServedClient
 from doyen.quorum.node.lease_clock import LeaseClock
 from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.membership import Members
+from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.proposals import Proposals
 from doyen.quorum.node.reads import LinearizableReads
 from doyen.quorum.node.replicated import Command, ReplicatedMachines
 from doyen.quorum.node.watches import Watches
 from doyen.quorum.protocol import security
-from doyen.quorum.protocol.requests import WatchRequest
+from doyen.quorum.protocol.requests import WatchNotification, WatchRequest
 from doyen.stores.quorum.connection import QuorumConnection
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -253,6 +255,17 @@ def not_synced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Files, "sync", skip)
 
 
+def raised_late(patch: pytest.MonkeyPatch) -> None:
+    """The version of a new cluster does not rise before all its members are connected to a leader,
+    so writes with large results may be carried out twice until then."""
+
+    def supports(self: Peers, peer: str) -> int:
+        connection = self.connections.get(peer)
+        return 0 if connection is None else connection.supports[1]
+
+    patch.setattr(Peers, "supports", supports)
+
+
 def unknown_skipped(patch: pytest.MonkeyPatch) -> None:
     """A node skips a command that its release does not know."""
 
@@ -355,6 +368,33 @@ def installed_without_notification(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Keyspace, "restore", note)
     patch.setattr(Watches, "notify", skip)
+
+
+def failed_notification(patch: pytest.MonkeyPatch) -> None:
+    """A notification that cannot be sent ends the round of the others, which are not told
+    later. The lab sees that a node has caught an exception."""
+
+    def notify(self: Watches, client: ServedClient, watches: list[int], entries: Any) -> None:
+        if self._notified % 50 == 0:
+            raise ValueError("the frame has too many bytes")
+        client.send(WatchNotification(watches, self._notified, entries))
+
+    patch.setattr(Watches, "_notify", notify)
+
+
+def carried_too_late(patch: pytest.MonkeyPatch) -> None:
+    """A notification carries the entry that the one before should have carried."""
+    send = Watches._notify
+    before: dict[tuple[ServedClient, int], StoredEntry] = {}
+
+    def late(
+        self: Watches, client: ServedClient, watches: list[int], entries: dict[int, StoredEntry]
+    ) -> None:
+        older = {watch: before.get((client, watch), entry) for watch, entry in entries.items()}
+        before.update({(client, watch): entry for watch, entry in entries.items()})
+        send(self, client, watches, older)
+
+    patch.setattr(Watches, "_notify", late)
 
 
 def one_position(patch: pytest.MonkeyPatch) -> None:

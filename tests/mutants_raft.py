@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from doyen.quorum.consensus.core import LogEntry, Recovered, Send, Snapshot
+from doyen.quorum.consensus.core import LogEntry, Membership, Recovered, Send, Snapshot
 from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.consensus.raft.log import RaftLog
 from doyen.quorum.consensus.raft.messages import PreVote, Vote
@@ -149,6 +149,9 @@ class ChangesTooSoon(Raft):
 
     def _may_change(self) -> bool:
         return self.log.membership_index <= self.commit
+
+    def _stranded(self, wanted: Membership) -> str | None:
+        return None  # a leader that has heard from the voters has committed an entry, too
 
 
 class DropsStalePreVotes(Raft):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from doyen.errors import Conflict
-from doyen.manage.shards import controller, steps
+from doyen.manage.shards import controller, planner, steps
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import Controller
 from doyen.manage.shards.moves import Moves
@@ -106,6 +106,34 @@ def moved_too_much(patch: pytest.MonkeyPatch) -> None:
         return [names[shard % len(names)] for shard in range(len(current))]
 
     patch.setattr(steps, "choose_owners", anew)
+
+
+def banned_for_good(patch: pytest.MonkeyPatch) -> None:
+    """A member that has prepared too slowly never gets the shard, even if no other can."""
+    choose = planner.choose_owners
+
+    def strict(current: Any, members: Any, *, slow: Any, **rest: Any) -> list[str]:
+        wanted = choose(current, members, slow=slow, **rest)
+        barred = {shard for shard, names in slow.items() if set(members) <= set(names)}
+        return ["" if shard in barred else name for shard, name in enumerate(wanted)]
+
+    patch.setattr(steps, "choose_owners", strict)
+    patch.setattr(steps._Step, "_remaining", lambda self, banned: dict(banned))
+
+
+def stays_with_unread_plan(patch: pytest.MonkeyPatch) -> None:
+    """A shard that was won waits for the plan to be read, also after its member began to leave."""
+    patch.setattr(ShardOwner, "_leave", _unless_won(ShardOwner._leave))
+
+
+def _unless_won(leave: Callable[[ShardOwner, Slot], None]) -> Callable[[ShardOwner, Slot], None]:
+    def stubborn(self: ShardOwner, slot: Slot) -> None:
+        if slot.stage is Stage.WON and not slot.wanted and self.plan.watched.stale:
+            self._claims._won.append(slot)
+        else:
+            leave(self, slot)
+
+    return stubborn
 
 
 def one_phase(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, open_store
 from doyen.stores.sql import mysql, postgresql
 from doyen.stores.sql.store import RelationalStore
+from fixtures import run_within
 
 now = SystemClock().now
 
@@ -87,11 +88,7 @@ class Place:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], within_s: float = 30.0) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(within_s):
-            await main()
-
-    asyncio.run(bounded())
+    run_within(main(), within_s)
 
 
 async def until(reached: Callable[[], Awaitable[object]], within_s: float = 15.0) -> float:

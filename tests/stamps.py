@@ -93,14 +93,14 @@ class Stamps:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process can still run; the dead that nobody has reaped cannot."""
+    """Whether a process can still run; a zombie cannot."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"gave up waiting until {what}"

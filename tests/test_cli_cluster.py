@@ -299,7 +299,7 @@ def test_when_the_majority_is_lost_a_folder_is_a_backup(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["backup", "/tmp/x", "--data-dir", "/nowhere"], 69, "does not exist"),
+        (["backup", "/nowhere/x", "--data-dir", "/nowhere"], 69, "does not exist"),
         (["status", "--store", "sqlite:///tmp/x.db"], 2, "is not the URL of a quorum"),
         (["add", "n4", "h", "--store", "doyen://127.0.0.1:1"], 69, "can be reached"),
         (["status", "--store", "doyen://127.0.0.1:1"], 1, ""),

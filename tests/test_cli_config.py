@@ -66,6 +66,7 @@ def test_control_characters_are_escaped(config: Call) -> None:
         ("rollback", ["3"], 2, "'billing' has no version 3: nothing has been written yet"),
         ("set", ["{workers: 4}"], 2, "the value is not JSON: Expecting property name"),
         ("set", ["NaN"], 2, "the value is not JSON: JSON has no NaN; nothing was written"),
+        ("set", ["[" * 50_000], 2, "the value is not JSON: it is nested too deeply"),
         ("set", ["1", "--if-version", "3"], 1, "'billing' has no version 3: nothing was written"),
         ("set", [json.dumps("x" * 10**6)], 2, "more than 1000000"),
     ],
@@ -242,6 +243,25 @@ def test_the_text_is_kept_if_it_cannot_be_written(
     assert error in err
     assert text in kept(err).read_text()
     assert config("get")[1] != "8\n"
+
+
+def test_text_that_cannot_be_decoded_is_kept(config: Call, editor: Editor) -> None:
+    config("set", "4")
+    editor("path.write_bytes(b'\"caf\\xe9\"'); sys.exit()")
+    code, out, err = config("edit")
+    assert (code, out) == (2, "")
+    assert re.search(r"is not text in utf-8: .*; nothing was written\. Correct it", err)
+    assert kept(err).read_bytes() == b'"caf\xe9"'
+    assert config("get")[1] == "4\n"
+
+
+def test_standard_input_that_cannot_be_decoded_is_refused(
+    config: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"caf\xe9"'), encoding="utf-8"))
+    code, _, err = config("set", "-")
+    assert code == 2
+    assert "the value is not JSON: 'utf-8' codec can't decode byte 0xe9" in err
 
 
 def test_an_editor_that_does_not_exist_is_named(

@@ -13,6 +13,7 @@ import pytest
 import doyen
 from candidates import Capture, eventually, following
 from doyen.cli import main
+from doyen.cli.members import prometheus_targets
 from doyen.model import Member
 from support import known
 
@@ -45,6 +46,30 @@ def test_members_as_text_json_and_targets(store: str, capsys: Capture) -> None:
         assert target["labels"]["__meta_doyen_meta_zone"] == "eu-1"
     assert main([*command, "--watch", "--prometheus"]) == 2
     assert "leave --watch out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "target", "scheme"),
+    [
+        ("10.0.0.1:80", "10.0.0.1:80", None),
+        ("http://10.0.0.1:80", "10.0.0.1:80", "http"),
+        ("https://[::1]:443/", "[::1]:443", "https"),
+        ("http://user:word@h:80/x", "h:80", "http"),
+        ("tcp://h:80", "h:80", None),
+    ],
+)
+def test_targets_of_prometheus_have_no_scheme(
+    address: str, target: str, scheme: str | None
+) -> None:
+    """Prometheus refuses targets that are URLs, and reads the scheme from a label."""
+    (printed,) = prometheus_targets("workers", [Member("w1", 7, meta={"address": address})])
+    assert printed["targets"] == [target]
+    assert printed["labels"].get("__scheme__") == scheme
+
+
+@pytest.mark.parametrize("address", ["", "unix:///run/w1", 80])
+def test_a_member_without_a_host_is_no_target(address: object) -> None:
+    assert prometheus_targets("workers", [Member("w1", 7, meta={"address": address})]) == []
 
 
 def test_every_change_is_printed(store: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import doyen
-from doyen.cli import main
+from doyen.cli import main, shards
+from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.slots import ShardTerm
 from support import until_blocking
 
@@ -75,6 +76,17 @@ def test_a_set_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "it does not exist" in capsys.readouterr().out
     assert main(["shards", "jobs", "pause"]) == 1
     assert "there is no set of shards 'jobs'" in capsys.readouterr().err
+
+
+def test_members_on_which_shards_fail_are_shown() -> None:
+    owners = ("c",) * 5
+    seen = ShardMap("jobs", 1, 1, True, owners, failed={3: ("a", "b")}, slow={4: ("c",)})
+    assert shards._notable(seen) == [
+        "the body of shard 3 keeps failing on a, b",
+        "shard 4 was prepared too slowly on c",
+    ]
+    shown = shards.as_dict(seen)
+    assert (shown["failed"], shown["slow"]) == ({"3": ["a", "b"]}, {"4": ["c"]})
 
 
 @pytest.mark.usefixtures("store")

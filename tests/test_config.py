@@ -289,7 +289,7 @@ async def test_unavailable_means_that_nothing_was_written(place: Place) -> None:
     forget_copy()
     faults.next("put", Stray(after_s=0.0), LostCall(raises=True))
     faults.next("get", Stray(after_s=0.0), Stray(after_s=0.0), *[LostCall()] * 50)
-    with pytest.raises(OutcomeUnknown, match="did not tell whether version 2"):
+    with pytest.raises(OutcomeUnknown, match="did not report whether version 2"):
         await session.config("limits").set(2)
     assert json.loads(current_of(place).value)["version"] == 1
 
@@ -610,6 +610,53 @@ def test_what_is_no_configuration_is_told_once_and_not_applied(value: bytes) -> 
             each.task.cancel()
 
     garbage()
+
+
+# What other programs have written.
+
+
+@virtual
+async def test_a_foreign_value_in_the_history_is_left_out(place: Place) -> None:
+    config = (await place.open()).config("limits")
+    for n in range(1, 5):
+        await config.set(n)
+    for version, value in ((2, b"garbage"), (3, b'{"schema":1,"version":3,"id":"","token":0}')):
+        key = config_key("limits", "history", version)
+        entry = place.server.get(key)
+        assert entry is not None
+        place.server.put(key, value, entry.version)
+    assert [each.version for each in await config.history()] == [4, 1]
+    with pytest.raises(BadDocument, match="another program has written it"):
+        await config.get(2)
+    early = Follower(config, since=1)
+    await until(lambda: early.seen[1:])
+    assert early.seen[0] == Missed(2, 3)
+    # The current version is overwritten as well.
+    place.server.put(CURRENT, b"garbage", current_of(place).version)
+    late = Follower(config)
+    await until(lambda: late.seen[1:])
+    assert late.documents == [4]
+    assert (await config.set(9, force=True)).version == 6  # 5 was the unreadable one
+    for key in (CURRENT, config_key("limits", "history", 6)):
+        entry = place.server.get(key)
+        assert entry is not None
+        place.server.put(key, b"garbage", entry.version)
+    restored = await config.rollback(1, force=True)
+    assert (restored.version, restored.value) == (8, 1)
+    await until(lambda: early.documents[-1] == late.documents[-1] == restored.version)
+    for follower in (early, late):
+        follower.task.cancel()
+
+
+@virtual
+async def test_a_key_of_the_history_that_is_no_number_is_left_alone(place: Place) -> None:
+    config = (await place.open()).config("limits", history=2)
+    key = config_key("limits", "history", "latest")
+    place.server.put(key, b"x", None)
+    for n in range(1, 6):
+        assert (await config.set(n)).version == n
+    assert len(place.server.list(config_key("limits", "history"))) == 4
+    assert place.server.get(key) is not None
 
 
 # Limits and options.

@@ -516,6 +516,31 @@ class WatchesLate(MemoryStore):
         return watch
 
 
+@caught_by("what_notifications_carry_reaches_the_final_value")
+class CarriesWhatWasThereBefore(MemoryStore):
+    """Notifications carry the entry as it was before the change."""
+
+    async def watch_entry(self, key: str, notify: Callable[[], None]) -> Watch:
+        self._before = [self._server.get(key)]
+
+        def changed() -> None:
+            self._before.append(self._server.get(key))
+            notify()
+
+        return await self.watch(key, changed)
+
+    def carried(self, watch: Watch) -> Entry | None:
+        return self._before[-2]
+
+
+@caught_by("the_end_of_a_lease_notifies_watchers_of_an_entry")
+class NotifiesOfWhatCanBeCarried(MemoryStore):
+    """Does not notify watchers of an entry of its end."""
+
+    async def watch_entry(self, key: str, notify: Callable[[], None]) -> Watch:
+        return await self.watch(key, lambda: notify() if self._server.get(key) else None)
+
+
 @caught_by("an_entry_created_and_deleted_after_the_watch_notifies")
 class PollsForDifferences(MemoryStore):
     """Compares states at intervals, so that a change that was undone in between goes unnoticed."""

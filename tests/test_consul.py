@@ -17,7 +17,7 @@ from doyen.stores.consul.diagnosis import AgentState, findings
 from doyen.stores.consul.store import ConsulStore
 from doyen.stores.consul.watches import MOST_COVERS, ConsulWatches
 from doyen.stores.port import Store
-from fixtures import opening, shared
+from fixtures import opening, refused, shared
 from servers import wire
 
 MASTER = "5f0ab5a0-0000-4000-8000-000000000001"
@@ -34,15 +34,6 @@ async def reached(event: asyncio.Event) -> None:
     async with asyncio.timeout(20):
         await event.wait()
     event.clear()
-
-
-def refused(url: str, kind: type[Exception], match: str) -> None:
-    async def main() -> None:
-        async with opened(url):
-            pass
-
-    with pytest.raises(kind, match=match):
-        asyncio.run(main())
 
 
 @pytest.mark.parametrize(

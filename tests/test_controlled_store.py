@@ -31,7 +31,7 @@ def test_a_leader_loses_and_is_elected_again(doyen_store: ControlledStore) -> No
         second = doyen_store.wait_for_leader("e", after=first)
         until_blocking(lambda: len(tokens) == 2)
         assert tokens == [first.token, second.token]
-    with pytest.raises(AssertionError, match="nobody leads 'e'"):
+    with pytest.raises(AssertionError, match="no leader of 'e'"):
         doyen_store.lose("e")
 
 
@@ -105,7 +105,7 @@ def test_another_process_leads(doyen_store: ControlledStore) -> None:
         assert session.leader("e") is None
     with pytest.raises(AssertionError, match="no other process leads"):
         doyen_store.resign_other("e")
-    with pytest.raises(AssertionError, match=r"nobody leads 'e' after token \d+ after 0 s"):
+    with pytest.raises(AssertionError, match=r"no leader of 'e' after token \d+ after 0 s"):
         doyen_store.wait_for_leader("e", after=other, within_s=0.0)
 
 

@@ -100,7 +100,7 @@ async def test_a_store_that_does_not_answer_is_given_one_ttl(place: Place) -> No
     with pytest.raises(StoreUnavailable):
         await here.write({}, expect=None)
     faults.cut()
-    with pytest.raises(OutcomeUnknown, match="did not tell whether version 1"):
+    with pytest.raises(OutcomeUnknown, match="did not report whether version 1"):
         await here.write({}, expect=None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,10 @@ from doyen.quorum.etcd_api.service import LeaseService
 from doyen.quorum.keyspace.etcd_state import EtcdKeyspace
 from doyen.quorum.protocol.security import TLS, Security
 from etcd_door import POLL_S, EtcdClient, doors
+from fixtures import run_within
 from servers.certificates import LEAF, Certificates
 
 PATIENCE_S = 20.0
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await work
-
-    asyncio.run(bounded())
 
 
 async def read(stream: Any) -> Any:
@@ -111,7 +103,7 @@ def test_watches_of_one_stream(tmp_path: Path) -> None:
             assert previous == [b"", b"1", b"2"]
             assert await events(deletions, 1) == [(9, b"")]
 
-    run(trial())
+    run_within(trial())
 
 
 def test_a_slow_watcher_is_cut_off_and_takes_no_memory(
@@ -140,7 +132,7 @@ def test_a_slow_watcher_is_cut_off_and_takes_no_memory(
             latest = await client.call(rpc.RANGE, key=b"a")
             assert latest.kvs[0].mod_revision == 161
 
-    run(trial())
+    run_within(trial())
 
 
 async def standing(client: EtcdClient, name: bytes, count: int) -> None:
@@ -187,7 +179,7 @@ def test_elections_and_locks(tmp_path: Path) -> None:
             unknown = await client.outcome(rpc.LOCK, name=b"l", lease=12345)
             assert unknown == ("NOT_FOUND", "etcdserver: requested lease not found")
 
-    run(trial())
+    run_within(trial())
 
 
 def test_renewals_of_one_stream_do_not_wait_for_each_other(
@@ -218,7 +210,7 @@ def test_renewals_of_one_stream_do_not_wait_for_each_other(
             assert (await read(stream)).TTL == 0
             assert await read(stream) is grpc.aio.EOF
 
-    run(trial())
+    run_within(trial())
 
 
 async def post(address: str, path: str, body: Any) -> tuple[int, Any]:
@@ -288,7 +280,7 @@ def test_the_json_gateway(tmp_path: Path) -> None:
             while door.api.watches.streams:  # noqa: ASYNC110 - the watch ends with its connection
                 await asyncio.sleep(POLL_S)
 
-    run(trial())
+    run_within(trial())
 
 
 def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> None:
@@ -324,7 +316,7 @@ def test_a_node_without_a_leader_sends_its_clients_elsewhere(tmp_path: Path) -> 
             await client.call(rpc.PUT, key=b"k", value=b"v")
             assert [value for _, value in await events(told, 1)] == [b"v"]
 
-    run(trial())
+    run_within(trial())
 
 
 def test_what_is_not_offered_or_too_large(tmp_path: Path) -> None:
@@ -361,7 +353,7 @@ def test_what_is_not_offered_or_too_large(tmp_path: Path) -> None:
             assert [(each.ID, each.name) for each in members] == [(header.member_id, "n1")]
             assert members[0].clientURLs == [f"http://{quorum.addresses[0]}"]
 
-    run(trial())
+    run_within(trial())
 
 
 def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
@@ -415,7 +407,7 @@ def test_leases_and_watches_go_on_at_another_node(tmp_path: Path) -> None:
                 await keeping.write(rpc.KEEP_ALIVE.request(ID=short.ID))
                 assert (await read(keeping)).TTL == 0
 
-    run(trial())
+    run_within(trial())
 
 
 def test_certificates(tmp_path: Path) -> None:
@@ -458,7 +450,7 @@ def test_certificates(tmp_path: Path) -> None:
             async with EtcdClient(address, client) as refused:
                 assert (await refused.outcome(rpc.RANGE, key=b"a"))[0] == "UNAVAILABLE"
 
-    run(trial())
+    run_within(trial())
 
 
 def test_where_clients_need_a_secret_the_door_needs_certificates() -> None:

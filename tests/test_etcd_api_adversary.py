@@ -56,7 +56,7 @@ class Stream:
         self.keyspace = Keyspace()
         driver: Any = SimpleNamespace(on_applied=lambda call: None)
         self.hub = WatchHub(driver, self.keyspace)
-        self.stream = WatchStream(self.hub, self.keyspace, self._header, 600.0)
+        self.stream = WatchStream(self.hub, self.keyspace, self._header)
         self._responses = self.stream.responses()
 
     def _header(self, revision: int) -> bytes:

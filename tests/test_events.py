@@ -42,7 +42,16 @@ from doyen.events import (
     Waiting,
     merge_gap,
 )
-from doyen.events.telemetry import AWAIT_S, Backlog, DeliveryQueue, DirectOutlet, Outlet, Telemetry
+from doyen.events import telemetry as telemetry_module
+from doyen.events.telemetry import (
+    AWAIT_S,
+    Backlog,
+    DeliveryQueue,
+    DirectOutlet,
+    Outlet,
+    Telemetry,
+    WaitAllowance,
+)
 from doyen.lease.clock import SystemClock, VirtualClock
 from doyen.lease.runtime import InlineRuntime
 from doyen.model import leader_key
@@ -50,7 +59,7 @@ from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Context
 from doyen.testing import Faults
 from doyen.testing.faults import Odds
-from support import Place, until_blocking, virtual
+from support import Place, until, until_blocking, virtual
 
 ELECTED = Elected(election="billing", name="server1", token=7, lease="l", valid_until=5.0)
 
@@ -270,6 +279,19 @@ async def test_a_candidate_that_gave_up_does_not_prolong_an_outage(
     assert names == ["event=store_unavailable", "event=store_available"] * 2
 
 
+async def test_a_candidate_has_left_after_what_it_emitted(caplog: pytest.LogCaptureFixture) -> None:
+    """Its events are delivered a moment later. If it counted as one that still fails, the outage
+    would not end in the log, and the next one would not begin there."""
+    telemetry = Telemetry(SystemClock(), "s", threads=True)
+    for _ in range(2):
+        telemetry.emit(Hindered(election="e", name="n", error="refused"))
+        telemetry.left(election_kind="elections", election="e", name="n")
+        telemetry.emit(Renewed(lease="l", valid_until=0.0))
+    await telemetry.close()
+    names = [line.getMessage().split()[0] for line in caplog.records]
+    assert names == ["event=store_unavailable", "event=store_available"] * 2
+
+
 def test_annotations_may_be_evaluated() -> None:
     """As those of a module without the future import are."""
     annotations = {"log_name": ClassVar[str], "number": int}
@@ -468,6 +490,53 @@ def test_an_awaited_event_is_written_before_its_emitter_goes_on() -> None:
     assert len(written) == 50
 
 
+class Spent(WaitAllowance):
+    """An allowance of which nothing is left."""
+
+    def flush(self, audit: Outlet) -> None:
+        pass
+
+
+@pytest.mark.parametrize("url", ["memory://", "sqlite://{path}/x.db"])
+async def test_a_record_is_given_up_when_the_end_of_its_term_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Also if the loop must not wait for the audit log any more: after many terms in a short time,
+    say. A log that is stuck delays it for a moment only."""
+    writing, may_go_on = threading.Event(), threading.Event()
+
+    class StuckDisk(InlineRuntime):
+        def outlet(
+            self, sink: Sink, name: str = "", finish: Callable[[], None] = lambda: None
+        ) -> Outlet:
+            def write(record: Record) -> None:
+                if isinstance(record.event, Resigned):
+                    writing.set()
+                    may_go_on.wait(20.0)
+
+            return DeliveryQueue(write, merge=merge_gap, name="test-audit", finish=finish)
+
+    runtime = StuckDisk(SystemClock())
+    runtime.audit_wait = Spent(runtime.clock)
+    settings = SessionSettings(url=url.format(path=tmp_path), ttl_s=6.0, audit=os.devnull)
+    async with Session(settings, runtime) as session:
+        monkeypatch.setattr(telemetry_module, "AWAIT_S", 60.0)
+        leading = asyncio.ensure_future(lead(session, "e"))
+        await until(writing.is_set)
+        assert await session.leader("e") is not None
+        assert not leading.done()
+        may_go_on.set()
+        await leading
+        assert await session.leader("e") is None
+        writing.clear()
+        may_go_on.clear()
+        monkeypatch.setattr(telemetry_module, "AWAIT_S", 0.001)
+        await lead(session, "e")
+        assert await session.leader("e") is None
+        await until(writing.is_set)
+        may_go_on.set()
+
+
 def test_a_stuck_log_is_waited_for_within_an_allowance() -> None:
     clock, waits = VirtualClock(), []
 
@@ -569,3 +638,69 @@ def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
     began = SystemClock().now()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=25)
     assert SystemClock().now() - began < 15.0
+
+
+async def test_an_event_does_not_compete_with_what_is_urgent() -> None:
+    """On a loop it is delivered a moment later, and before the next event of another thread. With
+    an audit log it is delivered at once."""
+    heard: list[Record] = []
+    clock = SystemClock()
+    telemetry = Telemetry(clock, "s", [heard.append], threads=True)
+    before = clock.now()
+    telemetry.emit(ELECTED)
+    after = clock.now()
+    assert not heard
+    await asyncio.to_thread(telemetry.emit, Renewed(lease="l", valid_until=0.0))
+    assert [record.event.kind for record in heard] == ["elected", "renewed"]
+    assert before <= heard[0].at <= after
+    telemetry.emit(ELECTED)
+    telemetry.flush()
+    assert len(heard) == 3
+    telemetry.emit(ELECTED)
+    await until(lambda: len(heard) == 4)
+    telemetry.emit(ELECTED)
+    await telemetry.close()
+    assert len(heard) == 5
+    audited = Telemetry(clock, "s", audit=DirectOutlet(heard.append), threads=True)
+    audited.emit(ELECTED)
+    assert len(heard) == 6
+
+
+def test_events_of_several_threads_are_delivered_in_their_order() -> None:
+    """The thread that delivers an event also delivers those that other threads emit meanwhile, so
+    that no event overtakes another."""
+    heard: list[str] = []
+    began, goes_on = threading.Event(), threading.Event()
+
+    def sink(record: Record) -> None:
+        heard.append(record.event.kind)
+        began.set()
+        goes_on.wait(20.0)
+
+    telemetry = Telemetry(SystemClock(), "s", [sink], threads=True)
+    first = threading.Thread(target=telemetry.emit, args=(ELECTED,))
+    first.start()
+    assert began.wait(20.0)
+    telemetry.emit(Renewed(lease="l", valid_until=0.0))  # returns although the sink is stuck
+    telemetry.emit(LeaseLost(lease="l", reason="r", ended_at=0.0))
+    assert heard == ["elected"]
+    goes_on.set()
+    first.join()
+    assert heard == ["elected", "renewed", "leaselost"]
+
+
+def test_an_event_is_delivered_although_the_loop_of_an_earlier_one_was_closed() -> None:
+    heard: list[str] = []
+    telemetry = Telemetry(
+        SystemClock(), "s", [lambda each: heard.append(each.event.kind)], threads=True
+    )
+
+    async def emit() -> None:
+        telemetry.emit(ELECTED)
+
+    async def emit_and_wait() -> None:
+        await emit()
+        await until(lambda: len(heard) == 2)
+
+    asyncio.run(emit())
+    asyncio.run(emit_and_wait())

@@ -4,26 +4,21 @@ a pool of the tests instead of sockets. Each rule of `doyen.integrations.forward
 from __future__ import annotations
 
 import asyncio
-import io
-import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpcore2
 import pytest
+from websockets.headers import build_host
 
-import doyen
 from doyen import LeadershipLost, Term
 from doyen.errors import ConfigError
-from doyen.integrations import asgi, wsgi
-from doyen.integrations.forwarding import ForwardingRules, LeaderView, SendTo
+from doyen.integrations import asgi
+from doyen.integrations.forwarding import ForwardingRules, LeaderView
 from doyen.model import Leader
-from forward_kit import SECRET, Exchange, Pool, call, http_scope
-from support import Place, core_of, until, virtual
-
-A, B = "http://a:80", "http://b:80"
-TRUST = {A, B}
+from forward_kit import ELSEWHERE, SECRET, TRUST, A, B, Exchange, Pool, call, http_scope, leader
+from support import Place, until, virtual
 
 
 class App:
@@ -54,10 +49,6 @@ class Peer:
         options = {"secret": SECRET, "trust": TRUST, **options}
         self.middleware = asgi.LeaderMiddleware(self.app, pool=pool, view=self.view, **options)
         pool.apps[address] = self.middleware
-
-
-def leader(token: int, address: object = A) -> Leader:
-    return Leader("e", "a", token, {} if address is None else {"address": address})
 
 
 async def leading(place: Place, use: Callable[[Term], Any]) -> None:
@@ -131,6 +122,7 @@ async def test_headers_of_doyen_are_dropped_unless_they_are_signed(place: Place)
     pool = Pool()
     a, b = Peer(pool, A), Peer(pool, B)
     forged = [(b"doyen-token", b"999999"), (b"doyen-hops", b"2"), (b"doyen-signature", b"0" * 64)]
+    forged += [(b"doyen_token", b"999999"), (b"doyen_-hops", b"2")]  # for WSGI these are the same
 
     async def use(term: Term) -> None:
         b.view.observed(leader(term.token))
@@ -138,7 +130,8 @@ async def test_headers_of_doyen_are_dropped_unless_they_are_signed(place: Place)
             for peer in (a, b):
                 assert (await call(peer.middleware, headers=forged))[0] == 200
             for scope in a.app.scopes:
-                assert not [name for name, _ in scope["headers"] if name.startswith(b"doyen-")]
+                assert not [name for name, _ in scope["headers"] if name.startswith(b"doyen")]
+            assert not [name for name, _ in pool.sent[0].headers if name.startswith(b"doyen_")]
             await call(a.middleware, b"/healthz", headers=forged)
             assert a.app.scopes[-1]["headers"] == []
 
@@ -514,6 +507,30 @@ async def test_the_end_of_the_term_ends_what_is_being_served(place: Place) -> No
     assert (await call(asgi.LeaderRoute(a.view)))[0] == 503
 
 
+@pytest.mark.parametrize("checks", [False, True])
+@virtual
+async def test_a_response_without_a_body_is_not_sent_after_the_term(
+    place: Place, checks: bool
+) -> None:
+
+    async def empty(scope: Any, receive: Any, send: Any) -> None:
+        scope["doyen.term"]._lose("over")
+        if checks:
+            scope["doyen.term"].check()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    a = Peer(Pool(), A, empty)
+    session = await place.open()
+    with suppress(LeadershipLost):
+        async with session.campaign("e") as term:
+            with a.view.leading(term):
+                answering = asyncio.create_task(call(a.middleware))
+                await asyncio.wait({answering})
+    status, body, _ = await answering
+    assert (status, b"may have been carried out" in body) == (503, True)
+
+
 @pytest.mark.parametrize("error", [OSError(113, "no route to host"), TimeoutError(), None])
 @virtual
 async def test_a_websocket_waits_like_a_request_if_the_leader_cannot_be_reached(
@@ -603,188 +620,140 @@ async def test_followers_can_redirect_instead(place: Place) -> None:
     assert (status, headers[b"location"]) == (307, b"http://a:80/x?y=1")
 
 
-# WSGI.
+@pytest.mark.parametrize("headers", [[], [(b"host", b"h"), (b"connection", b"host")]], ids=str)
+@virtual
+async def test_a_request_without_host_gets_that_of_the_leader(place: Place, headers: Any) -> None:
+    """HTTP/1.0 does not require it, and HTTP/1.1, by which requests are forwarded, does."""
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            await call(b.middleware, headers=headers)
+        assert dict(a.app.scopes[0]["headers"])[b"host"] == b"a:80"
+
+    await leading(place, use)
 
 
-class SyncPool(httpcore2.ConnectionPool):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[httpcore2.Request, bytes]] = []
-        self.answers: list[httpcore2.Response | Exception] = []
-
-    def handle_request(self, request: httpcore2.Request) -> httpcore2.Response:
-        answer = self.answers.pop(0)
-        if isinstance(answer, httpcore2.ConnectError):
-            raise answer
-        self.sent.append((request, b"".join(request.stream)))  # type: ignore[arg-type]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+TWO_HOSTS = [(b"host", b"h"), (b"host", b"h")]
 
 
-def wsgi_call(app: Any, path: str = "/", method: str = "GET", **more: Any) -> tuple[str, bytes]:
-    started: list[str] = []
-    body = more.pop("body", b"")
-    environ = {
-        "REQUEST_METHOD": method,
-        "PATH_INFO": path,
-        "QUERY_STRING": "",
-        "wsgi.input": io.BytesIO(body),
-        **({"CONTENT_LENGTH": str(len(body))} if body else {}),
-        **more,
-    }
-    content = b"".join(app(environ, lambda status, _: started.append(status)))
-    return started[0], content
+@pytest.mark.parametrize(("headers", "status"), [(TWO_HOSTS, 400), (TWO_HOSTS[:1], 502)])
+@virtual
+async def test_a_request_that_cannot_be_written_is_not_executed(
+    place: Place, headers: Any, status: int
+) -> None:
+    """If it was written, it may have been carried out."""
+    b = Peer(Pool(), B)
+    b.view.observed(leader(7))
+    backend = httpcore2.AsyncMockBackend([])
+    async with httpcore2.AsyncConnectionPool(network_backend=backend) as pool:
+        b.middleware._pool = pool
+        got, body, _ = await call(b.middleware, headers=headers)
+    assert (got, body.startswith(b"not executed")) == (status, status == 400)
 
 
-def echo(environ: Any, start_response: Any) -> list[bytes]:
-    start_response("200 OK", [])
-    doyen_headers = [name for name in environ if name.startswith("HTTP_DOYEN")]
-    return [environ["REQUEST_METHOD"].encode(), b"" if not doyen_headers else b"forged"]
+async def handshake(
+    app: Any, target: bytes = b"/", headers: Any = (), **more: Any
+) -> list[dict[str, Any]]:
+    """What a server is told that can answer a websocket's handshake with a response."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = http_scope(target, headers=headers, kind="websocket")
+    await app(scope | {"extensions": {"websocket.http.response": {}}} | more, receive, send)
+    return sent
 
 
-def wsgi_app(app: Any = echo, **options: Any) -> tuple[SyncPool, LeaderView, Any]:
-    pool, view = SyncPool(), LeaderView("e")
-    options = {"secret": SECRET, "trust": TRUST, "wait_s": 0.3, "max_waiting": 1, **options}
-    return pool, view, wsgi.LeaderMiddleware(app, pool=pool, view=view, **options)
+@pytest.mark.parametrize("target", ELSEWHERE, ids=str)
+@pytest.mark.parametrize("redirect", [False, True])
+@virtual
+async def test_a_target_without_a_slash_is_refused(
+    place: Place, redirect: bool, target: bytes
+) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B, redirect=redirect)
+
+    async def use(term: Term) -> None:
+        b.view.observed(leader(term.token))
+        with a.view.leading(term):
+            for each in (a, b):
+                status, body, headers = await call(each.middleware, target)
+                assert (status, b"does not begin with" in body) == (400, True)
+                assert b"location" not in headers
+                assert (await handshake(each.middleware, target))[0]["status"] == 400
+        assert pool.sent == []
+        assert a.app.scopes == []
+
+    await leading(place, use)
 
 
-def test_wsgi_serves_as_leader() -> None:
-    _, view, app = wsgi_app()
-    assert wsgi_call(app, "/healthz") == ("200 OK", b"GET")
-    assert wsgi_call(app)[0].startswith("503")
-    with doyen.connect_blocking("memory://wsgi") as session, view.following_blocking(session):
-        with session.campaign("e", meta={"address": A}) as term, view.leading(term):
-            assert wsgi_call(app, HTTP_DOYEN_TOKEN="9") == ("200 OK", b"GET")
-            assert wsgi_call(wsgi.LeaderRoute(view))[0] == "200 OK"
-        assert wsgi_call(wsgi.LeaderRoute(view))[0].startswith("503")
-        assert b"not executed" in wsgi_call(app)[1]
+@virtual
+async def test_a_target_with_two_slashes_leads_to_the_leader(place: Place) -> None:
+    pool = Pool()
+    a, b = Peer(pool, A), Peer(pool, B)
+    c = Peer(pool, "http://c:80", redirect=True)
+
+    async def use(term: Term) -> None:
+        for each in (b, c):
+            each.view.observed(leader(term.token))
+        with a.view.leading(term):
+            assert (await call(b.middleware, b"//evil.example/x"))[0] == 200
+        assert (pool.sent[0].url.host, pool.sent[0].url.target) == (b"a", b"//evil.example/x")
+        (start, _) = await handshake(c.middleware, b"//evil.example/x")
+        assert dict(start["headers"])[b"location"] == b"http://a:80//evil.example/x"
+
+    await leading(place, use)
 
 
-def test_wsgi_forwards_otherwise() -> None:
-    pool, view, app = wsgi_app()
-    view.observed(leader(7))
-    answer = httpcore2.Response(201, headers=[(b"Date", b"now")], content=b"done")
-    pool.answers = [httpcore2.ConnectError("refused"), answer]
-    assert wsgi_call(app, "/\u00c3\u00a9", "POST", body=b"data") == ("201 Created", b"done")
-    request, body = pool.sent[-1]
-    assert (request.url.target, body) == (b"/%C3%A9", b"data")
-    pool.answers = [httpcore2.ReadError("lost"), httpcore2.ReadTimeout("frozen")]
-    for expected in ("502", "504"):
-        status, text = wsgi_call(app, method="POST")
-        assert (status[:3], b"may have been carried out" in text) == (expected, True)
-    assert len(pool.sent) == 3
+@pytest.mark.parametrize(
+    ("sent", "target"), [(b"/p/x", b"/x"), (b"/p", b"/p"), (b"/p@x", b"/p@x"), (b"/x", b"/x")]
+)
+def test_a_prefix_is_removed_where_a_path_remains(sent: bytes, target: bytes) -> None:
+    scope = http_scope(sent) | {"root_path": "/p"}
+    assert asgi._target(scope) == target
 
 
-@pytest.mark.parametrize("server", [{}, {"RAW_URI": "/a%2Fb%20c"}, {"REQUEST_URI": "/other"}])
-def test_asgi_and_wsgi_sign_the_same(server: dict[str, str]) -> None:
-    """A path with `%2F`, which WSGI does not tell from `/`: what one forwards, the other serves."""
-    _, view, _ = wsgi_app()
-    rules = ForwardingRules(view=view, secret=SECRET, trust=TRUST)
-    view.observed(leader(7))
-    send = rules.decide(None)
-    assert isinstance(send, SendTo)
-    by_wsgi = wsgi._target({"PATH_INFO": "/a/b c", "QUERY_STRING": "q=%2F", **server})
-    by_asgi = asgi._target({"path": "/a/b c", "raw_path": b"/a%2Fb%20c", "query_string": b"q=%2F"})
-    assert by_asgi == b"/a%2Fb%20c?q=%2F"
-    assert by_wsgi == (by_asgi if "RAW_URI" in server else b"/a/b%20c?q=%2F")
-    for sent, received in ((by_asgi, by_wsgi), (by_wsgi, by_asgi)):
-        headers = rules.outgoing(send, [], b"GET", sent, body=False)
-        assert rules.read(headers, b"GET", received) == (7, 1)
-        assert rules.read(headers, b"GET", received + b"2") is None
+@pytest.mark.parametrize("host", [b"h:port", b"h:99999", b"[", b"a/b", b"u:1@h", b":80"], ids=str)
+@virtual
+async def test_a_websocket_whose_host_is_malformed_is_refused(place: Place, host: bytes) -> None:
+    b = Peer(Pool(), B)
+    b.view.observed(leader(7))
+    start, body = await handshake(b.middleware, headers=[(b"host", host)])
+    assert (start["status"], body["body"].startswith(b"not executed: ")) == (400, True)
 
 
-def test_a_blocking_view_follows_for_the_duration_of_its_scope() -> None:
-    view, threads = LeaderView("e"), threading.active_count()
-    with doyen.connect_blocking("memory://view") as session:
-        with session.campaign("e", meta={"address": A}) as term:
-            with view.following_blocking(session):
-                assert view.changed_blocking((None, None), 10)
-                assert view.leader is not None
-                assert view.leader.token == term.token
-            assert view.leader is None
-        with session.campaign("e"):
-            assert not view.changed_blocking((None, None), 0.05), "nobody observes any more"
-        assert not core_of(session).calls.reachability._observers
-    assert threading.active_count() <= threads + 1  # doyen's thread may be in use elsewhere
+@virtual
+async def test_a_websocket_with_a_target_that_is_no_uri_is_refused(place: Place) -> None:
+    b = Peer(Pool(), B)
+    b.view.observed(leader(7))
+    assert (await handshake(b.middleware, b"/x#y"))[0]["status"] == 400
 
 
-def test_wsgi_reads_no_further_than_the_body() -> None:
-    """The input of some servers has no end while the connection is open."""
-    pool, view, app = wsgi_app()
-    view.observed(leader(7))
-    pool.answers = [httpcore2.Response(200, content=b"") for _ in range(2)]
-    for length, read in (("0", b""), ("4", b"data")):
-        more: dict[str, Any] = {
-            "CONTENT_LENGTH": length,
-            "wsgi.input": io.BytesIO(b"dataGET / HTTP/1.1"),
-        }
-        assert wsgi_call(app, method="POST", **more)[0] == "200 OK"
-        assert pool.sent[-1][1] == read
-    assert wsgi_call(app, CONTENT_LENGTH="+1")[0].startswith("400")
-    assert wsgi_call(app, HTTP_TRANSFER_ENCODING="chunked")[0].startswith("411")
+@pytest.mark.parametrize(
+    ("address", "headers", "host"),
+    [(A, [(b"host", b"h:81")], "h:81"), (A, [], "a"), ("http://[::1]:81", [], "[::1]:81")],
+)
+@virtual
+async def test_the_leader_sees_the_host_of_a_websocket(
+    place: Place, address: str, headers: Any, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its own, if the client has stated none."""
+    seen: list[str] = []
 
+    async def connecting(self: Any) -> Any:
+        uri = self.ws_uri
+        seen.append(build_host(uri.host, uri.port, uri.secure))
+        raise ConnectionRefusedError
 
-@pytest.mark.parametrize("sent", [False, True])
-def test_wsgi_cuts_off_what_a_leader_serves_when_its_term_ends(sent: bool) -> None:
-    """A response of which nothing has been sent is replaced."""
-
-    def slow(environ: Any, start_response: Any) -> Any:
-        start_response("200 OK", [])
-        if sent:
-            yield b"begun"
-        environ["end"]()
-        yield b"late"
-
-    _, view, app = wsgi_app(slow)
-    started: list[str] = []
-    received: list[bytes] = []
-
-    def start_response(status: str, headers: Any, error: Any = None) -> None:
-        if error is not None and received:
-            raise error[1]
-        started.append(status)
-
-    with (
-        suppress(LeadershipLost),
-        doyen.connect_blocking("memory://wsgi") as session,
-        session.campaign("e") as term,
-        view.leading(term),
-    ):
-        environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", "end": lambda: term._lose("over")}
-        received.extend(app(environ, start_response))
-    if sent:
-        assert (started, received) == (["200 OK"], [b"begun"])
-    else:
-        assert [status[:3] for status in started] == ["200", "503"]
-        assert b"may have been carried out" in received[0]
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_wsgi_replaces_a_forwarded_response_of_which_nothing_was_sent(sent: bool) -> None:
-    """A server sends the headers with the first bytes. Before that, an error can still be told."""
-
-    def broken() -> Any:
-        if sent:
-            yield b"begun"
-        raise httpcore2.ReadError("the leader was replaced")
-
-    pool, view, app = wsgi_app()
-    view.observed(leader(7))
-    pool.answers = [httpcore2.Response(200, content=broken())]
-    started: list[str] = []
-    received: list[bytes] = []
-
-    def start_response(status: str, headers: Any, error: Any = None) -> None:
-        if error is not None and received:
-            raise error[1]
-        started.append(status)
-
-    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", "wsgi.input": io.BytesIO()}
-    with pytest.raises(httpcore2.ReadError) if sent else nullcontext():
-        received.extend(app(environ, start_response))
-    if sent:
-        assert (started, received) == (["200 OK"], [b"begun"])
-    else:
-        assert [status[:3] for status in started] == ["200", "502"]
-        assert b"may have been carried out" in received[0]
+    monkeypatch.setattr("websockets.asyncio.client.connect.open_tcp_connection", connecting)
+    b = Peer(Pool(), B, wait_s=0, trust={address})
+    b.view.observed(leader(7, address))
+    await handshake(b.middleware, headers=headers)
+    assert seen == [host]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
+import doyen
 from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
 from doyen.manage.members import MemberOptions, MemberValue
@@ -17,7 +20,7 @@ from doyen.manage.registration import Registration
 from doyen.model import Member, MemberChange, member_key, members_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
-from support import TTL_S, Place, core_of, keepalive_of, now, until, virtual
+from support import TTL_S, Place, core_of, keepalive_of, now, until, until_blocking, virtual
 
 GROUP = "workers"
 
@@ -453,6 +456,62 @@ async def test_a_check_that_hangs_makes_unhealthy_and_is_not_started_again(place
         assert member.state == "up"
 
 
+async def broken() -> None:
+    raise RuntimeError("broken")
+
+
+async def exits() -> None:
+    raise SystemExit(3)
+
+
+async def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+class Check:
+    """A check that is no coroutine function and returns an awaitable."""
+
+    def __init__(self, check: Callable[[], Awaitable[None]]) -> None:
+        self.check = check
+
+    def __call__(self) -> Awaitable[None]:
+        return self.check()
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (Check(broken), "broken"),
+        (exits, "the health check raised SystemExit(3)"),
+        (partial(sys.exit, 3), "the health check raised SystemExit(3)"),
+        (Check(exits), "the health check raised SystemExit(3)"),
+        (cancelled, "the health check was cancelled"),
+        (Check(cancelled), "the health check was cancelled"),
+    ],
+)
+def test_whatever_a_check_raises_makes_unhealthy_and_ends_no_loop(
+    check: Callable[[], object], reason: str
+) -> None:
+    async def examined() -> None:
+        async with (
+            doyen.connect("memory://", ttl_s=2) as session,
+            session.member(GROUP, name="a", health=check, health_every_s=0.01),
+            asyncio.timeout(20),
+        ):
+            while [each.reason for each in await session.members(GROUP)] != [reason]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    asyncio.run(examined())
+
+
+def test_a_blocking_session_has_no_loop_for_an_awaitable() -> None:
+    with (
+        doyen.connect_blocking("memory://") as session,
+        session.member(GROUP, name="a", health=Check(broken), health_every_s=0.01),
+    ):
+        until_blocking(lambda: "has no loop to run it on" in session.members(GROUP)[0].reason)
+
+
 @virtual
 async def test_an_unhealthy_leader_resigns_and_an_unhealthy_candidate_leaves_the_line(
     place: Place,
@@ -524,6 +583,15 @@ async def test_a_member_that_failed_is_off_the_list_and_stays_off(place: Place) 
         (event,) = place.seen(Unlisted)
         assert isinstance(event, Unlisted)
         assert event.reason == "its disk is broken"
+
+
+@virtual
+async def test_a_member_fails_without_a_reason_too(place: Place) -> None:
+    session = await place.open()
+    async with session.member(GROUP, name="a") as member:
+        await member.fail("")
+        assert listed(place) == {}
+        assert "has failed: no reason was given" in member.ineligible_because
 
 
 # Observing.

@@ -46,6 +46,7 @@ class Handover:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         self._requests: Requests = {"a": Counter(), "b": Counter()}
+        self.took_s = 0.0
 
     def run(
         self,
@@ -80,6 +81,7 @@ class Handover:
             async with session.campaign("e", name="a", trail=False):
                 led.set()
                 await resign.wait()
+                self.took_s = -asyncio.get_running_loop().time()
                 for requests in self._requests.values():
                     requests.clear()
             resigned.set()
@@ -89,6 +91,7 @@ class Handover:
             await led.wait()
             asyncio.get_running_loop().call_later(RESIGNS_AFTER_S, resign.set)
             async with b.campaign("e", name="b"):
+                self.took_s += asyncio.get_running_loop().time()
                 counted = {host: Counter(each) for host, each in self._requests.items()}
                 await resigned.wait()
             await leading
@@ -160,13 +163,14 @@ def test_sql(handover: Handover, engine: str, monkeypatch: pytest.MonkeyPatch) -
 
     def url(world: WireWorld, host: str) -> str:
         if engine == "mysql":
-            return f"mysql://u:p@{host}:1000/d"
+            return f"mysql://u:p@{host}:1000/d?poll_s=1"
         return f"postgresql://u@{quote(str(world.network.directory / host), safe='')}:1000/d"
 
     model = LockingMySQL if engine == "mysql" else PostgreSQLModel
     requests = handover.run(lambda _: model(), url)
     # On MySQL, the answer to the query for the lock of the ticket ahead is a notification.
     assert requests["b"].pop("read", 0) == (engine == "mysql")
+    assert handover.took_s < 0.1, "it waited for a query for changes"
     assert requests == {"a": {"write": 1}, "b": {"write": 1}}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,7 +17,7 @@ from doyen.errors import LeaseGone, TicketGone
 from doyen.lease.clock import VirtualClock
 from doyen.model import Entry
 from doyen.quorum.keyspace import history as histories
-from doyen.quorum.keyspace import sorted_map, state
+from doyen.quorum.keyspace import state
 from doyen.quorum.keyspace.commands import (
     AdvanceRevision,
     BeginEra,
@@ -27,6 +27,7 @@ from doyen.quorum.keyspace.commands import (
     Done,
     Enqueue,
     EntryExists,
+    EtcdApply,
     Expire,
     Grant,
     KeyspaceCommand,
@@ -47,8 +48,9 @@ from doyen.quorum.keyspace.commands import (
     decode_result,
     encode,
 )
+from doyen.quorum.keyspace.etcd_requests import PutKey
 from doyen.quorum.keyspace.history import Change, ChangeKind, History
-from doyen.quorum.keyspace.sorted_map import FULL, SortedMap
+from doyen.quorum.keyspace.sorted_map import APART, FULL
 from doyen.quorum.keyspace.state import Keyspace, UnknownCommand
 from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
 from doyen.stores.memory import MemoryServer
@@ -495,6 +497,76 @@ def test_the_size_is_that_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert (len(keyspace), keyspace.bytes) == (0, 0)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([Put, Put, Put, Update, Create, Delete, Revoke]),
+            st.sampled_from("abc"),
+            st.integers(0, 60),
+            st.sampled_from([0, 0, 0, 1]),
+        ),
+        max_size=40,
+    )
+)
+@example([(Put, "a", 0, 0)] * 2 + [(Put, "b", 60, 0), (Put, "c", 36, 0), (Put, "a", 60, 0)])
+@example([(Put, "a", 60, 0)] * 3 + [(Put, "b", 60, 0), (Put, "c", 60, 0), (Put, "a", 0, 0)])
+@example(
+    [
+        *((Create, "a", 1, 0), (Create, "b", 1, 0), (Update, "a", 2, 0), (Update, "b", 2, 0)),
+        *((Revoke, "a", 0, 0), (Put, "b", 3, 0), (Put, "a", 3, 0)),
+    ]
+)
+def test_a_write_means_the_same_wherever_the_value_is_kept_that_it_replaces(
+    writes: list[tuple[type[KeyspaceCommand], str, int, int]],
+) -> None:
+    """One of the keyspaces has all values in their blocks before each command."""
+    spaces = Keyspace(slice_keys=1), Keyspace(slice_keys=1)
+    lease = 0
+    for keyspace in spaces:
+        do(keyspace, SetQuota(3 * 128 + 128 + 100))
+        lease = do(keyspace, Grant(5.0)).lease
+    for kind, key, size, off in writes:
+        present = spaces[0]._entries.get(key)  # perhaps of a lease that has ended
+        version = (present.version if present else 0) + off
+        command: KeyspaceCommand
+        if kind is Create:
+            command = Create(key, b"." * size, lease)
+        elif kind is Delete:
+            command = Delete(key, version)
+        elif kind is Revoke:
+            command = Revoke(lease)
+        else:
+            assert kind is Put or kind is Update
+            command = kind(key, b"." * size, version)
+        spaces[0]._entries._settle()
+        results = [(keyspace.apply(encode(command)), keyspace.alarm) for keyspace in spaces]
+        assert results[0] == results[1]
+    first, second = ([*keyspace.snapshot()] for keyspace in spaces)
+    assert first == second
+    assert spaces[0].bytes == spaces[1].bytes
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_replaced_values_that_stay_in_memory_are_few_bytes(size: int) -> None:
+    """The quota does not count them. Small ones are kept for a while, as many as are kept apart."""
+    keyspace, count = Keyspace(), 300
+
+    def put(key: str, value: bytes) -> None:
+        found = keyspace.get(key)
+        do(keyspace, Put(key, value, found.version if found else 0))
+        do(keyspace, EtcdApply(PutKey(key.encode(), value)))
+
+    for number in range(count):
+        put(f"k/{number}", bytes(size))
+    for number in range(count):
+        put(f"k/{number}", b"v")
+    for entries in (keyspace._entries, keyspace.etcd._live):
+        kept = sum(len(each.value) for _, values in entries._blocks for each in values)
+        assert kept == count * (size if size <= APART else 1)
+        assert kept <= 2048 * APART
+    assert [entry.value for entry in keyspace.list("k")] == [b"v"] * count
+
+
 def test_a_late_expiry_of_an_earlier_leader_ends_nothing() -> None:
     keyspace = Keyspace()
     do(keyspace, BeginEra(3))
@@ -643,93 +715,6 @@ def test_pieces_may_be_taken_on_another_thread_while_commands_go_on() -> None:
     assert len(pieces) > 2
 
 
-class Sorted(RuleBasedStateMachine):
-    """The sorted map against a dict, with blocks small enough to split and disappear."""
-
-    @initialize(items=st.dictionaries(st.integers(0, 999), st.integers(1, 9)))
-    def begin(self, items: dict[int, int]) -> None:
-        self.model = dict(items)
-        self.real: SortedMap[int, int] = SortedMap()
-        self.real.append(sorted(items), [items[key] for key in sorted(items)])
-        self.pictures: list[tuple[Any, list[tuple[int, int]]]] = []
-
-    @rule(key=st.integers(0, 999), run=st.integers(1, 700), value=st.integers(1, 9))
-    def fill(self, key: int, run: int, value: int) -> None:
-        for each in range(key, key + run):
-            self.real.put(each, value)
-            self.model[each] = value
-
-    @rule(key=st.integers(0, 999), run=st.integers(1, 700))
-    def clear(self, key: int, run: int) -> None:
-        for each in range(key, key + run):
-            if each in self.model:
-                self.real.remove(each)
-                del self.model[each]
-            else:
-                with pytest.raises(KeyError):
-                    self.real.remove(each)
-
-    @rule()
-    def take(self) -> None:
-        self.pictures.append((self.real.blocks(), sorted(self.model.items())))
-
-    @rule(key=st.integers(-1, 2000))
-    def look(self, key: int) -> None:
-        assert self.real.get(key) == self.model.get(key)
-        assert list(self.real.ascending(key)) == sorted(
-            item for item in self.model.items() if item[0] >= key
-        )
-        detail = [block for block, _ in self.real.blocks_between(key, key + 40)]
-        found = [each for block in detail for each in block if key <= each < key + 40]
-        assert found == sorted(each for each in self.model if key <= each < key + 40)
-        assert all(block[-1] >= key and block[0] < key + 40 for block in detail[1:])
-        below = sorted((item for item in self.model.items() if item[0] < key), reverse=True)
-        assert list(self.real.descending(key)) == below
-
-    @invariant()
-    def whole(self) -> None:
-        if hasattr(self, "real"):
-            assert len(self.real) == len(self.model)
-            assert all(0 < len(block[0]) <= FULL for block in self.real._blocks)
-            assert self.real._firsts == [block[0][0] for block in self.real._blocks]
-
-    def teardown(self) -> None:
-        for picture, expected in getattr(self, "pictures", []):
-            shown = [item for each in picture for item in zip(*each, strict=True)]
-            assert shown == expected
-
-
-TestSorted = Sorted.TestCase
-
-
-def test_a_key_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The map remembers the places of some keys, which other keys push aside, or take."""
-    monkeypatch.setattr(sorted_map, "PLACES", 8)
-    numbers: SortedMap[int, int] = SortedMap()
-    for number in range(100, 300):
-        numbers.put(number, number)
-        assert len(numbers._places) <= 8
-    assert [numbers.get(number) for number in range(100, 104)] == [100, 101, 102, 103]
-    for number in range(50):
-        numbers.put(number, number)
-    assert [numbers.get(number) for number in range(100, 104)] == [100, 101, 102, 103]
-    for number in [*range(50), 101]:
-        numbers.remove(number)
-    assert [numbers.get(number) for number in range(100, 104)] == [100, None, 102, 103]
-    for number in [*range(102, 300), 100]:
-        numbers.remove(number)
-    assert numbers.get(100) is None
-    assert not numbers._places, "keys are long"
-
-
-def test_a_place_holds_no_key_of_its_own() -> None:
-    words: SortedMap[str, int] = SortedMap()
-    held, same = ("a long key" * times for times in (100, 100))
-    words.put(held, 1)
-    assert words.get(same) == 1
-    assert [key is held for key in words._places] == [True]
-
-
 def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:
     keyspace = Keyspace()
     for number in range(3 * FULL):
@@ -737,6 +722,3 @@ def test_the_collector_has_nothing_to_follow_in_what_is_kept() -> None:
     for _ in range(2):  # the inner tuples are untracked first
         gc.collect()
     assert not any(gc.is_tracked(block) for block in keyspace._entries._blocks)
-
-
-TestSorted.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

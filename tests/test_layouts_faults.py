@@ -14,6 +14,7 @@ import servers
 from doyen.model import Entry
 from doyen.stores.etcd.concurrency import ConcurrencyStore
 from etcd_door import Door, DoorNode
+from fixtures import run_within
 from mixed_line import TTL_S, Elect, Etcd3, MixedLine, Ours
 from servers.cluster import Cluster
 from test_layouts_adversary import only_ours
@@ -88,11 +89,7 @@ def mixed(faults: Faults, name: str) -> MixedLine:
 
 
 def run(trial: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(WITHIN_S):
-            await trial
-
-    asyncio.run(bounded())
+    run_within(trial, WITHIN_S)
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze", "cut", "deafen"])

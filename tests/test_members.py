@@ -159,7 +159,7 @@ def test_a_member_with_less_than_it_acknowledged_is_refused(
     if heard:
         judging(ConnectionIdentity("doyen", "n2", 7), member_info(position=position))
         return
-    with pytest.raises(ConnectionRefused, match=r"older copy\. Remove it from the cluster"):
+    with pytest.raises(ConnectionRefused, match=r"older copy\. Stop it, remove it from"):
         judging(ConnectionIdentity("doyen", "n2", 7), member_info(position=position))
 
 

@@ -372,6 +372,21 @@ async def test_a_wait_that_is_given_up_blocks_no_other(place: Place) -> None:
         watch.close()
 
 
+async def test_a_watch_that_is_closed_ends_no_other_of_its_ticket(place: Place) -> None:
+    """A candidate opens the next watch of the ticket ahead before it closes the last one."""
+    async with place.stores(2, "poll_s=10") as (first, second):
+        ticket = await first.enqueue("lines/e", b"", await first.grant(60))
+        gone = asyncio.Event()
+        earlier = await second.watch(ticket.key, gone.set)
+        watch = await second.watch(ticket.key, gone.set)
+        earlier.close()
+        await until_blocked(place, ticket)
+        gone.clear()
+        await first.delete(ticket.key, if_version=ticket.version)
+        await notified_within(gone)
+        watch.close()
+
+
 async def until_blocked(place: Place, ticket: Entry) -> int:
     """Wait until a client waits for the lock of a ticket; the connection that holds it."""
     name = mysql_module._LOCK.format(

@@ -17,23 +17,14 @@ import pytest
 
 import doyen
 import servers
-from doyen.errors import ConfigError, DoyenError, LeaseGone, StoreUnavailable, StoreUnusable
+from doyen.errors import ConfigError, LeaseGone, StoreUnavailable, StoreUnusable
 from doyen.model import leader_key, line_key, order_key
 from doyen.stores.nats.jetstream import JetStream, NatsAddress
 from doyen.stores.nats.store import NatsStore
 from doyen.stores.port import Creation, Store
-from fixtures import opening
+from fixtures import opening, refused
 
 opened = opening(NatsStore)
-
-
-def refused(url: str, kind: type[DoyenError], match: str) -> None:
-    async def main() -> None:
-        async with opened(url):
-            pass
-
-    with pytest.raises(kind, match=match):
-        asyncio.run(main())
 
 
 async def reached(event: asyncio.Event) -> None:

@@ -172,7 +172,8 @@ async def test_a_node_of_another_cluster_of_the_same_name_is_refused(
         await (await ours.leader()).add("n2", theirs.peers["n2"])  # nothing answers there now
         await theirs.start("n2")
         await until(lambda: "was founded separately" in caplog.text)
-        await remarked(ours, "n2 is not connected to n1", "founded separately", "--join")
+        told = "n2 is not connected to n1", "founded separately"
+        await remarked(ours, *told, "doyen cluster remove", "--join", "doyen cluster add")
         await until(lambda: theirs.notes["n2"].kept == [b"theirs"])
         await ours.stop("n1")
         await theirs.stop("n2")

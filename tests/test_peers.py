@@ -13,14 +13,14 @@ import uvloop
 from doyen.errors import OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.quorum.consensus.core import Membership, Recovered
 from doyen.quorum.consensus.raft import Raft, RaftSettings
-from doyen.quorum.keyspace.versions import NEWEST
+from doyen.quorum.keyspace.versions import IDENTIFIED, NEWEST
 from doyen.quorum.node.membership import Members, NodeMember
 from doyen.quorum.node.peer_connections import FOUNDED
 from doyen.quorum.node.snapshot_transfer import CHUNK_SIZE, MAX_PIECE, WINDOW
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.frames import MAX_FRAME, ConnectionRefused
 from doyen.quorum.protocol.security import TLS, Security
-from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Beat, Node, Nodes, Text, call, run
+from neighbours import HOST, OPEN, SECRET, SNAPSHOT, Anyone, Beat, Node, Nodes, Text, call, run
 from servers import Proxy
 from servers.certificates import Certificates
 from support import until
@@ -333,6 +333,15 @@ async def test_a_peer_below_the_clusters_version_is_refused_with_the_remedy() ->
         assert one.peers.supports("n2") == 0
         assert one.counts["version"] >= 1
         assert not one.peers.incoming
+
+
+async def test_a_recorded_member_that_is_not_connected_supports_what_all_with_ids_do() -> None:
+    async with Nodes() as nodes:
+        members = Anyone("n1")
+        members.own = NodeMember("id1", "c", {"n1": "id1", "n2": "id2"})
+        one = await nodes.add("n1", members=members)
+        assert one.peers.supports("n2") == IDENTIFIED
+        assert one.peers.supports("n3") == 0
 
 
 async def test_a_node_that_is_not_a_member_is_asked_for_its_version() -> None:

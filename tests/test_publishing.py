@@ -11,12 +11,13 @@ import pytest
 from doyen import ConfigError, Published, Session, Term
 from doyen.events import PublishFailed
 from doyen.manage.documents import Document, Versioned
-from doyen.model import members_key, published_key
+from doyen.model import encode_json, members_key, published_key
 from doyen.testing.faults import Faults, Stray, Unanswered
 from support import TTL_S, Place, core_of, known, until, virtual
 
 GROUP = "workers"
 KEY = published_key(GROUP)
+FOREIGN = {"schema": 1, "version": 1, "id": "x", "group": GROUP, "members": []}
 
 
 @contextlib.asynccontextmanager
@@ -172,6 +173,42 @@ async def test_garbage_is_replaced_by_the_leader_and_not_delivered(place: Place)
         await asyncio.sleep(1)
         assert [names(each) for each in seen] == [[]]
     following.cancel()
+
+
+@virtual
+async def test_a_list_that_is_overwritten_is_published_again(place: Place) -> None:
+    leader, reader = await place.open(), await place.open()
+    seen: list[Published | None] = []
+    following = asyncio.create_task(collect(reader, seen))
+    async with leading(leader) as term, reader.member(GROUP, name="a"):
+        await asyncio.sleep(1)
+        for value in (b"garbage", encode_json({**FOREIGN, "token": term.token})):
+            before, entry = current(place), place.server.get(KEY)
+            assert before is not None
+            assert entry is not None
+            place.server.put(KEY, value, entry.version)
+            await asyncio.sleep(1)
+            after = current(place)
+            assert after is not None
+            assert (names(after), after.version) == (["a"], before.version + 1)
+    following.cancel()
+
+
+@virtual
+async def test_a_token_of_no_leader_is_reported_and_left(place: Place) -> None:
+    leader = await place.open()
+    foreign = place.server.put(KEY, encode_json({**FOREIGN, "token": 10**9}), None)
+    async with leading(leader), leader.member(GROUP, name="a"):
+        await asyncio.sleep(5 * TTL_S)
+        assert names(current(place)) == []
+        (failed,) = place.seen(PublishFailed)
+        assert isinstance(failed, PublishFailed)
+        assert "was written with token 1000000000" in failed.error
+        assert "delete that key, and the list is published again" in failed.error
+        assert foreign is not None
+        place.server.delete(KEY, foreign.version)
+        await asyncio.sleep(1)
+        assert names(current(place)) == ["a"]
 
 
 @virtual

@@ -37,10 +37,10 @@ from doyen.quorum.protocol.security import Security
 from doyen.stores.port import Context, StoreURL, open_store
 from doyen.stores.quorum import make_store
 from doyen.stores.quorum.connection import QuorumConnection
-from doyen.stores.quorum.diagnosis import NodeAnswer, findings
+from doyen.stores.quorum.diagnosis import NodeAnswer, all_well, findings, remarks
 from doyen.stores.quorum.dialling import Dialler, ExpectedCluster
 from doyen.stores.quorum.store import OTHERS, QuorumStore
-from fixtures import opening
+from fixtures import opening, run_within
 from servers import Proxy, QuorumCluster, free_port
 from stalls import Stopwatch
 
@@ -104,11 +104,7 @@ opened = opening(QuorumStore)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(WITHIN_S * 2):
-            await main()
-
-    asyncio.run(bounded())
+    run_within(main(), WITHIN_S * 2)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -430,6 +426,7 @@ def condition(node: str, **changes: Any) -> NodeStatus:
         "leases": 1,
         "clients": 1,
         "watches": 0,
+        "state": NEWEST,
     }
     return NodeStatus(**{**fields, **changes})
 
@@ -480,11 +477,36 @@ def test_problems_of_a_quorum_are_reported() -> None:
         leads, *led[1:], NodeAnswer("h3", condition("n3")), NodeAnswer("h4", condition("n4"))
     )
     assert extra["note"] == ["this node runs, but is not a member of the quorum"]
+    early = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", state=2)) for n in (1, 2, 3)))
+    assert any("version 2 of its state" in text for text in early["note"])
     mixed = levels(*(NodeAnswer(f"h{n}", condition(f"n{n}", version=str(n))) for n in (1, 2, 3)))
     assert any("1, 2, 3" in text for text in mixed["note"])
     alone = levels(NodeAnswer("h1", condition("n1", voters=("n1",), learners=("n2",))))
     assert any("one voter" in text for text in alone["note"])
     assert any("n2 do not vote" in text for text in alone["note"])
+
+
+def test_the_voters_are_not_counted_by_a_node_that_waits_to_be_added() -> None:
+    """It has lost its data directory, and takes the other peers for the only voters."""
+    unled: dict[str, Any] = {"role": "looking", "leader": None, "commit": 0}
+    joining = condition("n1", voters=("n2", "n3"), learners=("n1",), **unled)
+    voter = condition("n2", **unled, refused={"n1": "it has lost data"})
+    states = [NodeAnswer("h1", joining), NodeAnswer("h2", voter), NodeAnswer("h3", None, "silent")]
+    assert remarks(states) == ["n1 is not connected to n2: it has lost data"]
+    assert not any("even number" in text for text in levels(*states)["warning"])
+
+
+def test_a_quorum_that_is_full_is_not_well() -> None:
+    def states(**changes: Any) -> list[NodeAnswer]:
+        changed = NodeAnswer("h2", condition("n2", **changes))
+        return [NodeAnswer("h1", condition("n1")), changed, NodeAnswer("h3", condition("n3"))]
+
+    assert all_well(states())
+    assert not all_well(states(alarm=True))
+    assert not all_well(states(full=True))
+    assert remarks(states(full=True)) == [
+        "the disk of n2 is full: free space in the file system of its data directory"
+    ]
 
 
 async def test_nodes_report_their_status(tmp_path: Path) -> None:

@@ -67,7 +67,6 @@ from doyen.quorum.protocol.requests import (
     Request,
     Scan,
     StatusRequest,
-    WatchConfirmed,
     WatchNotification,
     WatchRequest,
     Write,
@@ -218,6 +217,16 @@ class Quorum:
     def crash(self, node: str) -> None:
         self.services.pop(node).close()
         self.world.crash(node)
+
+
+def notices(client: Client) -> list[int]:
+    """The watches that were notified."""
+    return [
+        watch
+        for each in client.received
+        if isinstance(each, WatchNotification)
+        for watch in each.ids
+    ]
 
 
 def on_quorum(test: Callable[[Quorum], Coroutine[Any, Any, None]]) -> None:
@@ -494,68 +503,6 @@ async def test_a_short_election_costs_no_connection(quorum: Quorum) -> None:
     assert not client.closed
 
 
-@with_quorum
-async def test_watches_notify_of_changes_by_other_nodes(quorum: Quorum) -> None:
-    writer, watcher = (Client(quorum.services[node]) for node in ("n1", "n2"))
-    assert isinstance(await watcher.answer(WatchRequest(-1, "a", -1)), WatchConfirmed)
-    assert isinstance(await watcher.answer(WatchRequest(-2, "a/b", -1)), WatchConfirmed)
-    assert isinstance(await watcher.answer(WatchRequest(-3, "a/c", -1)), WatchConfirmed)
-    result = await writer.do(1, Put("a/b", b"", 0))
-    await quorum.world.until(lambda: notices(watcher))
-    assert sorted(notices(watcher)) == [-2, -1]
-    revision = max(
-        each.revision for each in watcher.received if isinstance(each, WatchNotification)
-    )
-    assert revision == result.revision
-    watcher.put(CancelWatch(-1))
-    watcher.received.clear()
-    await writer.do(2, Put("a/c/d", b"", 0))
-    await quorum.world.until(lambda: notices(watcher))
-    assert notices(watcher) == [-3]
-    service = quorum.services["n2"]
-    assert service.watches == 2
-    watcher.close()
-    assert service.watches == 0
-
-
-def notices(client: Client) -> list[int]:
-    return [
-        watch
-        for each in client.received
-        if isinstance(each, WatchNotification)
-        for watch in each.ids
-    ]
-
-
-@with_quorum
-async def test_the_end_of_a_lease_notifies_watches_on_every_node(quorum: Quorum) -> None:
-    holder = Client(quorum.services["n1"])
-    watchers = [Client(service) for service in quorum.services.values()]
-    lease = await granted(holder)
-    await holder.do(2, Create("k", b"", lease))
-    for watcher in watchers:
-        await watcher.answer(WatchRequest(-1, "k", -1))
-        watcher.received.clear()
-    await quorum.world.until(lambda: all(notices(each) for each in watchers))
-
-
-@with_quorum
-async def test_a_resumed_watch_notifies_of_missed_changes_only(quorum: Quorum) -> None:
-    writer, first = Client(quorum.services["n1"]), Client(quorum.services["n2"])
-    begun = await first.answer(WatchRequest(-1, "a", -1))
-    await writer.do(1, Put("b", b"", 0))
-    quiet = Client(quorum.services["n3"])
-    await quiet.ask(Get, "b")  # so that it has caught up
-    await quiet.answer(WatchRequest(-5, "a", begun.revision))
-    assert notices(quiet) == []
-    first.close()
-    await writer.do(2, Put("a/x", b"", 0))
-    await quiet.ask(Get, "a")
-    missed = Client(quorum.services["n3"])
-    await missed.answer(WatchRequest(-1, "a", begun.revision))
-    await quorum.world.until(lambda: notices(missed))
-
-
 def test_invalid_commands_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "WATCHES", 3)
 
@@ -617,6 +564,38 @@ async def test_nonsense_ends_the_connection(quorum: Quorum) -> None:
         assert client.faults, payload
         assert client.closed
     assert service.clients == 0
+
+
+@with_quorum
+async def test_a_connection_takes_few_names(quorum: Quorum) -> None:
+    """With more than the quorum remembers, it would forget what others repeat."""
+    client = Client(quorum.services["n1"])
+    for number in range(services.NAMES):
+        client.put(IdentifyClient(f"client-{number}" if number else "a-client"))
+        assert isinstance(await client.do(1, Put(f"k{number}", b"", 0)), Written)
+        client.results.clear()
+    assert not client.closed
+    client.put(IdentifyClient("one-too-many"))
+    assert client.faults == [CloseReason.OUT_OF_TURN]
+
+
+def test_a_client_whose_answer_fails_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, callback_failures: list[str]
+) -> None:
+    """Otherwise it would wait for ever. Here the answer is held until it has taken earlier ones."""
+
+    async def test(quorum: Quorum) -> None:
+        client = Client(quorum.services["n1"])
+        await client.do(1, Put("k", b"", 0))
+        client.congested = True
+        client.put(Get(-1, "k"))
+        await asyncio.sleep(1.0)
+        monkeypatch.setattr(Keyspace, "get", lambda self, key: 1 / 0)
+        client.congested = False
+        await quorum.world.until(lambda: client.closed)
+        assert callback_failures.pop() == "ZeroDivisionError('division by zero')"
+
+    on_quorum(test)
 
 
 @with_quorum

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
 from doyen.errors import OrderFailed
-from doyen.quorum.consensus.core import Membership
+from doyen.quorum.consensus.core import EntryKind, Membership, Role
 from doyen.quorum.keyspace.commands import (
+    BeginEra,
     Create,
     Grant,
     MalformedCommand,
     Put,
+    RaiseVersion,
     Update,
     Written,
+    decode_command,
     encode,
 )
 from doyen.quorum.keyspace.versions import FIRST, NEWEST, UPDATES
 from doyen.quorum.node import roles
 from doyen.quorum.node.admin import Administration
-from doyen.quorum.node.replicated import KEYSPACE
+from doyen.quorum.node.proposals import ProposalLimits
+from doyen.quorum.node.replicated import KEYSPACE, decode_batch
 from doyen.quorum.protocol.requests import ErrorCode, Failed
 from doyen.testing.virtual import run_virtual
-from test_quorum_service import Client, Quorum, on_quorum
+from drivers import World
+from test_quorum_service import Client, Quorum, WithKeyspace, on_quorum
 
 
 def versions(quorum: Quorum) -> list[int]:
@@ -52,6 +58,29 @@ def test_the_version_rises_when_every_member_supports_it() -> None:
         await quorum.world.until(lambda: versions(quorum) == [NEWEST] * 3)
         for node in quorum.world.nodes:
             assert quorum.world.links[node].required == NEWEST
+
+    run_virtual(main)
+
+
+def test_the_first_leader_raises_the_version_before_any_write_of_a_client() -> None:
+    """Writes of the first version are not all remembered, so one that is repeated could be carried
+    out twice. Here a client writes at the moment at which there is a leader."""
+
+    async def main() -> None:
+        quorum = Quorum()
+        await quorum.world.boot()
+        for node in quorum.world.nodes.values():
+            quorum.serve(node)
+        await quorum.world.until(quorum.world.leaders)
+        (leader,) = quorum.world.leaders()
+        await Client(quorum.services[leader.id]).do(1, Put("k", b"", 0))
+        batches = [
+            decode_batch(entry.data)
+            for entry in quorum.world.cluster.committed
+            if entry.kind is EntryKind.COMMANDS
+        ]
+        commands = [decode_command(command.body) for batch in batches for command in batch]
+        assert [type(each) for each in commands[:3]] == [BeginEra, RaiseVersion, Put]
 
     run_virtual(main)
 
@@ -143,6 +172,60 @@ def test_a_new_leader_adds_no_node_before_it_knows_the_version() -> None:
         heir.applier._apply_slice()
         await heir.admin.perform("add", "n4", "h4:1")
         assert quorum.keyspace(heir.id).version == NEWEST
+
+    run_virtual(main)
+
+
+def test_a_leader_elected_again_does_not_raise_the_version_that_it_proposed_before() -> None:
+    """A node that does not support it was added meanwhile, by another leader. The command of the
+    first was lost; it learns that when it has restored a snapshot, and leads again by then."""
+    older = NEWEST - 1
+
+    async def main() -> None:
+        quorum = Quorum()
+        world = quorum.world = World(
+            machine=WithKeyspace, limits=ProposalLimits(snapshot_entries=20)
+        )
+        world.supports |= dict.fromkeys(world.voters, older)
+        world.identified |= {*world.voters}
+        await quorum.start(raised=False)
+        await world.until(lambda: versions(quorum) == [older] * 3)
+        first = await world.leader()
+        world.supports.clear()
+        quorum.services[first.id]._keeper._start_upkeep()
+        world.cut(first.id)
+        await world.until(lambda: [each for each in world.leaders() if each is not first])
+        second = next(each for each in world.leaders() if each is not first)
+        assert first.proposals.raises_version()
+        world.supports["n4"] = older
+        await world.boot_one("n4", Membership(world.voters, ("n4",)))
+        world.cuts |= {(first.id, "n4"), ("n4", first.id)}
+        await second.admin.perform("add", "n4", "h4:1")
+        client = Client(quorum.services[second.id])
+        for number in range(1, 81):
+            await client.do(number, Put(f"k{number}", b"", 0))
+        await world.until(lambda: second.applier.snapshot > max(first.proposals.appended))
+        disk = world.disks[first.id]
+        read, restored = disk.read_snapshot, asyncio.Event()
+
+        async def slowly() -> Any:
+            await restored.wait()
+            return await read()
+
+        disk.read_snapshot = slowly  # type: ignore[method-assign]
+        world.heal()
+        await world.until(lambda: first.applier._paused)
+        await world.until(lambda: first.core.commit == second.core.commit)
+        await second.admin.transfer(first.id)
+        assert first.role is Role.LEADING
+        assert first.proposals.raises_version()
+        restored.set()
+        await world.until(lambda: not first.applier._paused)
+        await client.do(81, Put("k81", b"", 0))
+        await asyncio.sleep(5.0)
+        assert versions(quorum) == [older] * 4
+        assert first.role is Role.LEADING
+        assert quorum.keyspace(first.id).era > 1
 
     run_virtual(main)
 

@@ -105,6 +105,8 @@ def test_change_needs_an_entry_of_this_generation_committed() -> None:
     core = leading(committed=False)
     assert isinstance(change(core, "abcd")[0], ProposalRefused)
     write(core, 2.0)
+    hear(core, HeartbeatReply(1, 1), "c", now=2.0)
+    assert isinstance(change(core, "abcd")[0], ProposalRefused)
     hear(core, AppendReply(1, 1), now=2.0)
     assert isinstance(change(core, "abcd")[0], Accepted)
 
@@ -142,6 +144,20 @@ def test_a_change_that_would_leave_no_majority_is_refused() -> None:
     assert isinstance(refused, ProposalRefused)
     assert "without c" in refused.reason
     assert isinstance(core.handle(ChangeAsked(Membership(("a", "b"))), 5.0)[0], Accepted)
+
+
+def test_a_voter_that_was_down_before_the_election_does_not_count() -> None:
+    """A leader that was asked to remove itself has handed over, and the new one is asked at once.
+    It has no report that a connection ended, and has made no check yet."""
+    core = leading(committed=False)
+    write(core, 2.0)
+    hear(core, AppendReply(1, 1), "b", now=2.0)
+    assert core.commit == core.log.last
+    (refused,) = change(core, "ac")
+    assert isinstance(refused, ProposalRefused)
+    assert "without c" in refused.reason
+    hear(core, AppendReply(1, 1), "c", now=2.0)
+    assert isinstance(change(core, "ac")[0], Accepted)
 
 
 def test_a_peer_counted_at_the_last_check_counts_as_active() -> None:

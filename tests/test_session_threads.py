@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,12 @@ def full_pipe() -> Iterator[int]:
     os.set_blocking(full, True)
     yield full
     os.close(unread)  # whoever waits there has an error now
+    until_blocking(lambda: not doyens_threads())  # what they hold back is not the next test's
     os.close(full)
+
+
+def doyens_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("doyen")]
 
 
 @pytest.mark.parametrize("stuck", ["audit", "log", "sink"])
@@ -105,7 +111,7 @@ def test_log_lines_reach_the_handlers_in_order_before_the_session_is_closed(
     events = ["store_opened", "lease_granted", "elected", "resigned"]
     assert kinds == [f"event={event}" for event in events]
     assert {line.threadName for line in caplog.records} == {"doyen"}
-    assert not [t for t in threading.enumerate() if t.name.startswith("doyen")]
+    assert not doyens_threads()
 
 
 def test_log_lines_that_are_dropped_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +172,30 @@ async def test_the_watchdog_trips_although_doyens_own_loop_hangs() -> None:
             assert deadline <= told_at < deadline + 1.0
         finally:
             release.set()
+
+
+async def test_a_term_is_watched_if_doyens_loop_hangs_just_after_the_caller_was_told() -> None:
+    """In what was to be done next on the loop, as files of the store are opened there."""
+    release = threading.Event()
+    runtime = ThreadRuntime.acquire()
+    done: list[str] = []
+
+    def hang() -> None:
+        release.wait(10)
+        done.append("hung")
+
+    async def work() -> str:
+        asyncio.get_running_loop().call_soon(hang)
+        runtime.after_reply(partial(done.append, "watched"))
+        return "elected"
+
+    try:
+        assert await runtime.do(work()) == "elected"
+        await until(lambda: done)
+        assert done == ["watched"]
+    finally:
+        release.set()
+        runtime.release()
 
 
 async def test_a_closed_loop_does_not_break_the_watchdog() -> None:

@@ -176,11 +176,11 @@ async def test_preparing_for_too_long_leaves_the_shard_where_it_is(place: Place)
     await jobs.join("a")
     await jobs.settled(2)
     await jobs.join("b", prepare=prepare)
-    with pytest.raises(OrderFailed, match="shard 0 is owned by 'a', after 20 s"):
+    with pytest.raises(OrderFailed, match="owned by 'a'; it was prepared too slowly on 'b'"):
         await session.shards("jobs").move(0, to="b", wait_s=20.0)
     assert jobs.owners() == {0: "a", 1: "a"}
     assert not jobs.plan().moves
-    assert jobs.plan().failed[0] == ("b",)
+    assert jobs.plan().slow[0] == ("b",)
 
 
 @virtual
@@ -271,7 +271,7 @@ async def test_grace_keeps_shards_for_a_restart(place: Place) -> None:
         await jobs.settled()
         before = jobs.owners()
     await asyncio.sleep(10.0)
-    assert jobs.plan().grace["a"] <= 11.0
+    assert jobs.plan().grace["a"] <= 14.0
     assert len(jobs.owners()) == sum(name == "b" for name in before.values())
     async with jobs.member("a"):
         await jobs.settled()

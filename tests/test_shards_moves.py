@@ -1,4 +1,4 @@
-"""When shards are let go in a drain, and when the controller computes a plan, in virtual time."""
+"""When shards are prepared and let go, and when plans are computed and written, in virtual time."""
 
 from __future__ import annotations
 
@@ -205,3 +205,75 @@ async def test_nothing_is_let_go_while_a_slow_store_deletes_a_record(place: Plac
     ending_s = 1.0
     assert max(await drain()) < 0.3
     assert ended_at
+
+
+@virtual
+async def test_a_shard_is_prepared_once_at_a_time(place: Place) -> None:
+    """Also if one move after another of this shard is aborted while it is prepared."""
+    jobs = Jobs(place)
+    session = await jobs.create(2)
+    preparing: list[int] = []
+    begun = 0
+
+    async def prepare(shard: int) -> None:
+        nonlocal begun
+        begun += 1
+        assert shard not in preparing
+        preparing.append(shard)
+        await asyncio.sleep(10.0)
+        preparing.remove(shard)
+
+    await jobs.join("a")
+    await jobs.settled(2)
+    await jobs.join("b", prepare=prepare)
+    shards = session.shards("jobs")
+    await shards.configure(pins={0: "b"})
+    for weights in ({"b": 0}, {}, {"b": 0}, {}):
+        await until(lambda: (0 in jobs.plan().moves) is bool(weights))  # noqa: B023
+        await shards.configure(weights=weights)
+    await shards.move(0, to="b")
+    assert begun == 2, "once for a move that was aborted, and once for the last one"
+
+
+@virtual
+async def test_a_member_that_prepared_too_slowly_gets_the_shards_that_no_other_can_own(
+    place: Place,
+) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(4, prepare_s=2.0)
+    pause_s = 5.0
+
+    async def prepare(shard: int) -> None:
+        await asyncio.sleep(pause_s)
+
+    await jobs.join("a")
+    await jobs.settled(4)
+    faults = Faults()
+    await jobs.join("b", faults, prepare=prepare)
+    await until(lambda: len(jobs.plan().slow) > 0)
+    pause_s = 0.0
+    await session.shards("jobs").drain("a")
+    assert jobs.loads() == {"b": 4}
+    await session.shards("jobs").drain("a", undo=True)
+    await session.shards("jobs").rebalance()
+    await until(lambda: jobs.loads() == {"a": 2, "b": 2})
+    faults.cut()
+    await until(lambda: jobs.loads() == {"a": 4})
+
+
+@virtual
+async def test_few_plans_are_written_while_shards_are_kept_for_a_member(place: Place) -> None:
+    """Every member reads each plan."""
+    jobs = Jobs(place)
+    session = await jobs.create(6, grace_s=120.0)
+    await jobs.join("b")
+    async with jobs.member("a"):
+        await until(lambda: len(jobs.loads()) == 2)
+        await jobs.settled()
+    await asyncio.sleep(20.0)
+    before = await session.shard_map("jobs")
+    await asyncio.sleep(60.0)
+    after = await session.shard_map("jobs")
+    assert after.version - before.version <= 10
+    assert 50.0 < before.grace["a"] - after.grace["a"] < 70.0
+    await until(lambda: jobs.loads() == {"b": 6}, 45.0)

@@ -143,6 +143,10 @@ def test_a_member_on_which_a_shard_failed_does_not_get_it() -> None:
     members = {name: Eligible() for name in "ab"}
     assert choose_owners(["a", "a"], members, banned={0: ["a"]})[0] == "b"
     assert choose_owners(["a", "a"], members, banned={0: ["a", "b"]})[0] == NO_MEMBER
+    assert choose_owners([NO_MEMBER, "a"], members, banned={0: ["a", "b"]})[0] == "b"
+    assert choose_owners(["a", "a"], members, banned={0: ["a"]}, slow={0: ["b"]})[0] == "b"
+    assert choose_owners(["c", "a"], members, slow={0: ["a", "b"]})[0] == "b"
+    assert choose_owners(["a", "a"], members, slow={0: ["b"]}, pins={0: "b"})[0] == "a"
     assert choose_owners(["a", "a"], members, banned={0: ["b"]}, pins={0: "b"})[0] == "a"
 
 
@@ -241,6 +245,7 @@ def test_a_plan_survives_its_document() -> None:
         last_move=4,
         grace={"b": 2.5},
         failed={1: ("a", "b")},
+        slow={2: ("c",)},
         aside={1: "boom"},
         retry=1,
         rebalanced=2,
@@ -259,6 +264,7 @@ def test_a_plan_survives_its_document() -> None:
         {"generation": 1, "open": True, "names": ["a"], "owners": [0], "moves": {"0": {}}},
         {"generation": 1, "open": True, "names": ["a"], "owners": [0], "standbys": [[]]},
         {"generation": 1, "open": True, "names": ["a"], "owners": [0], "failed": {"1": ["a"]}},
+        {"generation": 1, "open": True, "names": ["a"], "owners": [0], "slow": {"1": ["a"]}},
         {"generation": 1, "open": True, "names": ["a"], "owners": [0], "unheld": [-1]},
         {"generation": float("inf"), "open": True, "names": [], "owners": []},
         {"generation": 1, "open": True, "names": [], "owners": [], "grace": {"a": float("nan")}},

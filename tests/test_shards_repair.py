@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
 from doyen.errors import (
     BadDocument,
+    OrderFailed,
     StoreError,
 )
 from doyen.manage.documents import Versioned
-from doyen.manage.shards import controller, moves
+from doyen.manage.shards import controller, moves, steps
+from doyen.manage.shards.bodies import ThreadBodies
 from doyen.manage.shards.plan import Move, ShardPlan
 from doyen.model import Member, encode_json, shards_key
 from doyen.testing.faults import Faults, Late
 from mutants_shards import trusting
-from support import TTL_S, Place, keepalive_of, until, virtual
+from support import TTL_S, Place, keepalive_of, now, until, virtual
 from test_shards import Jobs
 
 
@@ -147,6 +151,28 @@ async def test_a_spec_that_another_program_overwrote_is_reported_and_can_be_repl
 
 
 @virtual
+async def test_a_spec_that_another_program_deleted_is_reported_and_can_be_replaced(
+    place: Place,
+) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(4)
+    await jobs.join("a")
+    await jobs.settled(4)
+    owned = jobs.owners()
+    vandalise(place, "spec", None)
+    await until(lambda: "jobs create COUNT" in jobs.plan().note)
+    await session.resign("shards/jobs")  # by the next controller too
+    await asyncio.sleep(5.0)
+    assert "was deleted by another program" in jobs.plan().note
+    assert jobs.owners() == owned
+    with pytest.raises(OrderFailed, match="create it"):
+        await session.shards("jobs").drain("a")
+    await session.shards("jobs").configure(count=8)
+    await jobs.settled(8)
+    assert not jobs.plan().note
+
+
+@virtual
 async def test_no_shard_begins_while_the_plan_is_gone(place: Place) -> None:
     """The controller is gone as well, so nobody restores it."""
     jobs = Jobs(place)
@@ -166,6 +192,76 @@ async def test_no_shard_begins_while_the_plan_is_gone(place: Place) -> None:
     await asyncio.sleep(10.0)
     assert len(jobs.log) == begun
     assert shard not in second.terms
+
+
+@virtual
+async def test_a_member_leaves_while_the_plan_of_a_shard_that_it_won_cannot_be_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No controller is there that would restore it. The record is deleted."""
+    jobs = Jobs(place)
+    await jobs.create(1)
+    faults = Faults()
+    await jobs.join("controller", faults, weight=0.0)
+    changed = place.server._changed
+
+    def vandalise_once(key: str) -> None:
+        changed(key)
+        if key.endswith("/at/0/leader"):
+            monkeypatch.undo()
+            faults.cut()
+            vandalise(place, "plan", b"garbage")
+
+    monkeypatch.setattr(place.server, "_changed", vandalise_once)
+    async with jobs.member("a", control=False):
+        await until(jobs.records)
+        await asyncio.sleep(5.0)
+        assert not jobs.running
+        leaving_since = now()
+    assert now() - leaving_since < 5.0
+    assert not jobs.records()
+
+
+@virtual
+async def test_a_controller_that_failed_unexpectedly_begins_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as when the thread that computes a plan cannot be started."""
+    failures = [RuntimeError("can't start new thread")]
+
+    def limited(*args: Any) -> ShardPlan:
+        if failures:
+            raise failures.pop()
+        return steps.next_plan(*args)
+
+    monkeypatch.setattr(controller, "next_plan", limited)
+    jobs = Jobs(place)
+    await jobs.create(4)
+    await jobs.join("a")
+    await jobs.settled(4)
+    assert not failures
+    assert "event=controller_failed" in caplog.text
+    assert "can't start new thread" in caplog.text
+
+
+def test_a_thread_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To its shard alone: it ends as a body that raised, and others begin."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    posted: list[Any] = []
+    ended: list[BaseException | None] = []
+    runtime: Any = SimpleNamespace(post=posted.append)
+    bodies = ThreadBodies(runtime, lambda _: None, lambda _: None)
+    term: Any = SimpleNamespace(shards="jobs", shard=3)
+    bodies.start(term, ended.append)
+    bodies.prepare(3, ended.append)
+    assert not ended, "the caller is not ready for that yet"
+    for call in posted:
+        call()
+    assert [str(each) for each in ended] == ["can't start new thread"] * 2
 
 
 @virtual

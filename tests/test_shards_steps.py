@@ -90,7 +90,13 @@ def test_preparing_for_too_long_aborts_the_move() -> None:
     plan = next_plan(SPEC, plan, seen("ab"), {}, 0.2)
     assert shard not in plan.moves
     assert plan.owners[shard] == "a"
-    assert plan.failed[shard] == ("b",)
+    assert plan.slow[shard] == ("b",)
+    assert not plan.failed
+    died = next_plan(SPEC, plan, seen("b"), {}, 0.0)
+    assert died.owners[shard] == "b", "rather than none"
+    assert not died.slow
+    restarted = seen("a") | {"b": SeenMember(1000)}
+    assert not next_plan(SPEC, plan, restarted, {}, 0.0).slow
 
 
 def test_a_target_that_came_back_has_not_prepared() -> None:
@@ -190,6 +196,44 @@ def test_a_body_that_keeps_failing_is_moved_and_then_set_aside() -> None:
     plan = next_plan(replace(SPEC, retry=1), plan, members, {}, 0.0)
     assert plan.owners[0] != NO_MEMBER, "old reports do not count"
     assert not plan.aside
+
+
+def test_a_shard_that_failed_on_one_member_is_tried_on_it_before_it_is_set_aside() -> None:
+    """Nothing is left without an owner in silence."""
+    spec = ShardSpec(count=1)
+    plan = next_plan(spec, settled(spec, "a"), seen("b") | seen("a", failed={0: "boom"}), {}, 0.0)
+    assert plan.owners == ("b",)
+    assert plan.failed == {0: ("a",)}
+    plan = next_plan(spec, plan, seen("a"), {}, 0.0)
+    assert plan.owners == ("a",)
+    plan = next_plan(spec, plan, seen("a", failed={0: "boom"}), {}, 0.0)
+    assert plan.aside == {0: "boom"}
+    assert plan.owners == (NO_MEMBER,)
+    assert next_plan(spec, plan, seen("a"), {}, 0.0) == plan
+    came = next_plan(spec, plan, seen("ac"), {}, 0.0)
+    assert came.owners == ("c",)
+    assert not came.aside
+    restarted = next_plan(spec, plan, {"a": SeenMember(1000)}, {}, 0.0)
+    assert restarted.owners == ("a",)
+    assert not restarted.failed
+
+
+def test_a_drained_member_keeps_a_shard_that_fails_on_all_others() -> None:
+    spec = ShardSpec(count=1)
+    members = seen("b") | seen("a", failed={0: "boom"})
+    plan = next_plan(spec, settled(spec, "a"), members, {}, 0.0)
+    drained = next_plan(replace(spec, weights={"b": 0}), plan, members, {}, 0.0)
+    assert drained.owners == ("b",)
+    assert not drained.moves
+
+
+@pytest.mark.parametrize("shard", [-1, 6])
+def test_a_report_about_a_shard_that_does_not_exist_is_ignored(shard: int) -> None:
+    members = seen("b") | seen("a", failed={shard: "boom"})
+    plan = next_plan(SPEC, settled(SPEC, "a"), members, {}, 0.0)
+    assert set(plan.owners) == {"a"}
+    assert not plan.failed
+    assert ShardPlan.decode(plan.encode()) == plan
 
 
 def test_pause_freezes_the_plan() -> None:

@@ -19,15 +19,17 @@ from doyen.manage.shards.planner import targets
 from doyen.manage.shards.steps import SeenMember, eligible
 from mutants_shards import (
     Mutant,
+    banned_for_good,
     barrier_ignored,
     moved_too_much,
     moves_forgotten,
     never_looks,
     one_phase,
     released_early,
+    stays_with_unread_plan,
     unclaimed,
 )
-from shards_world import ShardWorld, VandalWorld
+from shards_world import FarewellWorld, ShardWorld, SlowWorld, VandalWorld
 from support import until
 from swarm import TTL_S, NotReached, SafetyViolated, assert_oracle_sees, reached
 
@@ -49,8 +51,7 @@ def run_world(
     async def live() -> None:
         await world.trouble(4, steps)
         world.start()
-        world.spec = world.spec.change(weights={}, pins={}, retry=world.spec.retry + 1)
-        world.write_spec()
+        world.ask_for_rest()
         world.calm()
         await asyncio.sleep(2 * TTL_S)  # until the leases of processes that crashed have expired
         async with reached("every shard is owned as planned", CALM_S):
@@ -60,7 +61,8 @@ def run_world(
             name: SeenMember(each.incarnation, each.weight) for name, each in plan.members.items()
         }
         for name, target in targets(plan.count, eligible(world.spec, members)).items():
-            if not target.low <= (load := plan.loads().get(name, 0)) <= target.high:
+            unfit = plan.slow or plan.failed  # and so other members have more
+            if not unfit and not target.low <= (load := plan.loads().get(name, 0)) <= target.high:
                 raise NotReached(f"{name} owns {load} shards")
         await asyncio.sleep(3 * TTL_S)
         # A check of the records may have come upon one that was just being created.
@@ -85,6 +87,18 @@ def test_a_plan_that_is_overwritten_is_restored(seed: int) -> None:
     assert run_world(seed, of=VandalWorld).oracle.begun > 0
 
 
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_members_that_prepared_too_slowly_own_shards_rather_than_none(seed: int) -> None:
+    assert run_world(seed, of=SlowWorld).oracle.begun > 0
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_members_leave_without_a_controller_and_without_a_plan(seed: int) -> None:
+    assert run_world(seed, of=FarewellWorld).oracle.begun > 0
+
+
 def test_one_seed_gives_one_run() -> None:
     def trace(seed: int) -> list[list[str]]:
         return [process.faults.trace for process in run_world(seed, steps=15).processes]
@@ -98,6 +112,8 @@ def test_one_seed_gives_one_run() -> None:
 def test_many_seeds(seed: int) -> None:
     assert run_world(seed, steps=100).oracle.begun > 0
     assert run_world(seed, steps=100, of=VandalWorld).oracle.begun > 0
+    assert run_world(seed, steps=100, of=SlowWorld).oracle.begun > 0
+    assert run_world(seed, steps=100, of=FarewellWorld).oracle.begun > 0
 
 
 @pytest.mark.parametrize(
@@ -122,3 +138,14 @@ def test_the_oracle_sees(
     """Mutants that need a schedule which hardly occurs by chance are in `test_shards`."""
     run = partial(run_world, barrier=barrier)
     assert_oracle_sees(mutant, monkeypatch, run, range(12), error)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "of"),
+    [(banned_for_good, SlowWorld), (stays_with_unread_plan, FarewellWorld)],
+    ids=lambda value: value.__name__,
+)
+def test_the_oracle_sees_what_is_not_reached(
+    mutant: Mutant, of: type[ShardWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_oracle_sees(mutant, monkeypatch, partial(run_world, of=of), range(12), NotReached)

@@ -7,7 +7,7 @@ import gc
 import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -77,13 +77,6 @@ async def until(condition: Callable[[], bool], what: str, within_s: float = 10.0
                 await asyncio.sleep(0.001)
     except TimeoutError:
         pytest.fail(f"{what}: not within {within_s} s")
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test()
-
-    asyncio.run(main())
 
 
 # Revisions
@@ -186,8 +179,8 @@ def test_the_first_ticket_of_a_handle_removes_leftovers_of_dead_processes(tmp_pa
             await store.revoke(lease)
         assert list(folder.iterdir()) == []
 
-    run(leave)
-    run(look)
+    asyncio.run(leave())
+    asyncio.run(look())
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT * FROM entries").fetchall() == []
         assert connection.execute("SELECT * FROM watches").fetchall() == []
@@ -218,8 +211,8 @@ def test_leases_of_another_boot_are_observed_by_those_who_take_part(
             await until(lambda: bool(ended), "the lease of the last boot is ended")
             assert await store.get("k") is None
 
-    run(leave)
-    run(look)
+    asyncio.run(leave())
+    asyncio.run(look())
 
 
 # Watches
@@ -262,15 +255,28 @@ async def test_a_closed_watch_does_not_notify_and_needs_no_transaction(tmp_path:
         await _rows(reader, "watches")  # after this, the reader has no write of its own to make
         second.close()
         assert await _rows(reader, "watches") == 1
-        await writer.put("k", b"2", if_version=None)  # its tag is no longer known to the reader
-        await until(lambda: len(reader._database.stale) > 0, "the unknown tag is recorded")
         await reader.put("other", b"", if_version=None)
         assert await _rows(reader, "watches") == 0
+        await writer.put("k", b"2", if_version=None)
         assert notified == ["second"]
         again = await reader.watch("k", lambda: notified.append("again"))
         await writer.delete("k")
         await until(lambda: notified == ["second", "again"], "a new watch works")
         again.close()
+
+
+async def test_the_row_of_a_closed_watch_goes_although_its_handle_only_reads(
+    tmp_path: Path,
+) -> None:
+    """Writers would notify the handle of every change, and each was kept for its next write."""
+    async with stores(tmp_path / "x.db", 2) as (writer, reader):
+        (await reader.watch("k", lambda: None)).close()
+        for _ in range(3):
+            assert writer._inbox.send(reader._inbox.name, {1})
+            reader._watches._on_message()
+        assert len(reader._database.stale) == 1
+        await until(lambda: not reader._database.stale, "the row is removed")
+        assert await _rows(reader, "watches") == 0
 
 
 async def _rows(store: SQLiteStore, table: str) -> int:
@@ -365,6 +371,7 @@ async def test_a_failed_refresh_of_a_watch_is_retried(
             real(self, *args)
 
         monkeypatch.setattr(DatabaseThread, "_begin", begin)
+        monkeypatch.setattr(reader._database.connection, "_appends", lambda: False)
         await writer.put("k", b"v", if_version=None)
         async with asyncio.timeout(10):
             await notified.wait()
@@ -469,6 +476,7 @@ class Failing:
         ("COMMIT", sqlite3.SQLITE_FULL, StoreUnavailable, "free space on the file system"),
         ("INSERT", sqlite3.SQLITE_FULL, StoreUnavailable, "nothing was written"),
         ("INSERT", sqlite3.SQLITE_IOERR_WRITE, StoreUnavailable, "check its space and its health"),
+        ("INSERT", sqlite3.SQLITE_PROTOCOL, StoreUnavailable, "for 10 s .* locked for writing by"),
         ("BEGIN", sqlite3.SQLITE_READONLY, StoreUnusable, "must be able to read and write it"),
         ("BEGIN", sqlite3.SQLITE_CANTOPEN, StoreUnusable, "create files in"),
         ("BEGIN", sqlite3.SQLITE_CORRUPT, StoreUnusable, "restore it"),
@@ -629,7 +637,7 @@ def test_a_closed_store_raises_and_leaves_nothing_open(tmp_path: Path) -> None:
         assert os.listdir("/proc/self/fd") == before
         assert list((tmp_path / "x.db.sessions").glob("*.inbox")) == []
 
-    run(test)
+    asyncio.run(test())
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
 
@@ -662,14 +670,14 @@ def test_a_loop_may_end_without_closing_the_store(tmp_path: Path) -> None:
         kept.append(store)
         store._database.submit(lambda tables: tables.get("k"), writes=False)
 
-    run(test)
+    asyncio.run(test())
     store = kept[0]
     thread = store._database.thread
     thread._queue.put(None)
     thread._thread.join(10)
     assert not thread._thread.is_alive()
     store._inbox.close()
-    run(lambda: _use(tmp_path / "x.db"))
+    asyncio.run(_use(tmp_path / "x.db"))
 
 
 async def _use(path: Path) -> None:

@@ -128,7 +128,7 @@ def test_the_owners_of_a_scope_are_the_same_by_entry_and_by_lease(
     view = Transaction(connection.execute, writable=True)
     for many in (0, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Transaction, "_are_many", lambda self, scope, many=many: not many)
+            patch.setattr(Transaction, "_are_many", lambda self, found, many=many: not many)
             assert view._read_owners("s") == owners
     connection.close()
     assert tables._MANY > 1
@@ -149,11 +149,14 @@ class _Recording:
         return getattr(self._queue, name)
 
 
-async def test_a_refresh_shares_the_transaction_of_those_who_were_notified(tmp_path: Path) -> None:
+async def test_a_refresh_shares_the_transaction_of_those_who_were_notified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is before what they read, so that the transaction takes the write lock, which is free once
     the change is committed that they were notified of."""
     async with stores(tmp_path / "doyen.db") as (store,):
         await store.watch("k", lambda: None)
+        monkeypatch.setattr(store._database.connection, "_appends", lambda: False)
         queue = _Recording(store._database.thread._queue)
         store._database.thread._queue = cast(Any, queue)
         (tag,) = store._watches._by_tag

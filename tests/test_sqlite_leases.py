@@ -421,19 +421,19 @@ class WithoutSeal(LocalLeases):
 class WithoutUnlink(LocalLeases):
     """Broken: does not remove the lease file, so that a late write of the owner revives it."""
 
-    def end(self, lease: str) -> None:
+    def _remove(self, lease: str, *parts: str) -> None:
         return
 
 
 class SealGoesFirst(LocalLeases):
     """Broken: removes the seal before the lease."""
 
-    def end(self, lease: str) -> None:
+    def _remove(self, lease: str, *parts: str) -> None:
         try:
             os.unlink(self._directory.file(lease, "seal"))
         except FileNotFoundError:
             pass
-        super().end(lease)
+        super()._remove(lease, *parts)
 
 
 def _interleavings(calls: int, among: int) -> Iterator[tuple[str, ...]]:

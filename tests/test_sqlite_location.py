@@ -7,7 +7,7 @@ import os
 import random
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,13 +34,6 @@ async def stores(path: Path) -> AsyncIterator[list[Store]]:
         yield [store]
     finally:
         await store.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test()
-
-    asyncio.run(main())
 
 
 # Addresses
@@ -169,7 +162,7 @@ def test_two_processes_may_create_the_store_at_once(
         async with stores(path) as [store]:
             assert await store.list("elections") == []
 
-    run(test)
+    asyncio.run(test())
     assert looked >= after
 
 
@@ -200,7 +193,7 @@ def test_foreign_files_are_refused_and_not_changed(
         with pytest.raises(StoreUnusable, match=message):
             await opened(path)
 
-    run(test)
+    asyncio.run(test())
     assert before is None or path.read_bytes() == before
     assert not [thread for thread in threading.enumerate() if thread.name == "doyen-sqlite"]
 
@@ -231,11 +224,11 @@ def test_a_damaged_database_is_reported_with_its_remedy(tmp_path: Path) -> None:
             with pytest.raises(StoreUnusable, match=r"damaged .*token_floor above the highest"):
                 await asyncio.gather(*reads)
 
-    run(fill)
+    asyncio.run(fill())
     with open(path, "r+b") as file:
         file.seek(4096 * 6)
         file.write(random.Random(1).randbytes(4096 * 4))
-    run(read)
+    asyncio.run(read())
 
 
 async def test_a_replaced_database_is_noticed_before_anything_is_written(tmp_path: Path) -> None:

@@ -600,6 +600,35 @@ class _Commands:
             self._store._inbox.send = lambda name, tags: True  # type: ignore[method-assign]
         await self._store.put(key, b"v", if_version=None)
 
+    async def leave_and_die(self, how: str) -> None:
+        notify = Transaction.notify
+
+        def dying(tables: Transaction, *, committed: bool) -> None:
+            assert committed
+            assert tables._reached
+            os.kill(os.getpid(), signal.SIGKILL)
+            notify(tables, committed=committed)
+
+        entry = await self._store.get("k")
+        assert entry is not None
+        Transaction.notify = dying  # type: ignore[method-assign, assignment]
+        if how == "create":
+            await self._store.create("k/2", b"v", self._lease)
+        self._store.delete_now([entry])
+
+    async def create_and_stop(self, key: str, now: bool) -> None:
+        def stopping(tables: Transaction, *, committed: bool) -> None:
+            assert committed
+            # This thread too, which might otherwise go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+        Transaction.notify = stopping  # type: ignore[method-assign, assignment]
+        if now:
+            self._store.create_and_look_now(key, b"v", self._lease, None, "order")
+            await asyncio.sleep(0)
+        else:
+            await self._store.create(key, b"v", self._lease)
+
     async def churn(self, keys: list[str], seed: int) -> None:
         chance = random.Random(seed)
         while True:

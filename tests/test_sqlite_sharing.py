@@ -17,11 +17,14 @@ import pytest
 import doyen
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreUnavailable, StoreUnusable
 from doyen.events import Event, LeaseEnded
+from doyen.model import Entry
+from doyen.stores.port import Watch
 from doyen.stores.sqlite.connection import LocalConnection, user
 from doyen.stores.sqlite.database import DatabaseThread, _threads
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 from doyen.stores.sqlite.store import SQLiteStore
+from doyen.stores.sqlite.watches import LocalWatches
 from support import until_blocking
 from test_sqlite import opened, until
 from test_sqlite_batches import lock_is_waited_for, write_lock
@@ -133,6 +136,95 @@ async def test_a_write_notifies_the_watches_of_all_handles_after_its_commit(
     assert sorted(commits) == ["FULL", "NORMAL"]
     for handle in (*handles, another):
         await handle.close()
+
+
+async def test_the_entry_is_read_once_for_the_watchers_of_all_handles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.db"
+    handles = [await opened(path) for _ in range(10)]
+    monkeypatch.setattr(DatabaseThread, "_is_joinable", lambda self: False)
+    another = await opened(path)  # as another process
+    carried: list[bytes | None] = []
+    watches: dict[SQLiteStore, Watch] = {}
+    for handle in handles:
+
+        def notified(handle: SQLiteStore = handle) -> None:
+            entry = handle.carried(watches[handle])
+            carried.append(None if entry is None else entry.value)
+
+        watches[handle] = await handle.watch_entry("k", notified)
+    commits = counted(monkeypatch)
+    refreshing: list[LocalWatches] = []
+    refresh = LocalWatches._refresh
+
+    def refreshed(self: LocalWatches, scopes: dict[int, str], notify: bool = True) -> None:
+        refresh(self, scopes, notify)
+        refreshing.append(self)
+
+    monkeypatch.setattr(LocalWatches, "_refresh", refreshed)
+
+    entry: Entry | None = None
+    for writer, value in ((another, b"1"), (handles[0], b"2"), (another, b"3")):
+        version = None if entry is None else entry.version
+        writing = asyncio.ensure_future(writer.put("k", value, if_version=version))
+        if writer is another:
+            await asyncio.sleep(0)
+            until_blocking(lambda: commits)  # no inbox is read before all have their message
+            with write_lock(path, *handles):
+                await lock_is_waited_for(handles[0])
+                await until(lambda: len(refreshing) == 10, "all have their message")
+                refreshing.clear()
+        entry = await writing
+        await until(lambda: len(carried) == 10, "all have been notified")
+        assert set(carried) == {value}
+        assert sorted(commits) == (["FULL"] if writer is handles[0] else ["FULL", "NORMAL"])
+        carried.clear()
+        commits.clear()
+
+    # A refresh that fails is not waited for: each watcher reads, and gets the error itself.
+    monkeypatch.setattr(LocalConnection, "begin", _unavailable)
+    another._inbox.send(handles[1]._inbox.name, [1])
+    await until(lambda: bool(carried), "the watcher has been notified")
+    assert carried == [None]
+    monkeypatch.undo()
+    for handle in (*handles, another):
+        await handle.close()
+
+
+def _unavailable(*_: object, **__: object) -> None:
+    raise StoreUnavailable("a process hangs")
+
+
+async def test_what_is_carried_is_not_older_than_what_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refresh for the message of another process, and a write of this one, are committed before
+    the loop delivers either."""
+    path = tmp_path / "x.db"
+    handle = await opened(path)
+    monkeypatch.setattr(DatabaseThread, "_is_joinable", lambda self: False)
+    another = await opened(path)
+    changed = asyncio.Event()
+    watch = await handle.watch_entry("k", changed.set)
+    commits = counted(monkeypatch)
+    writing = asyncio.ensure_future(another.put("k", b"1", if_version=None))
+    await asyncio.sleep(0)
+    until_blocking(lambda: commits)
+    handle._watches._on_message()
+    until_blocking(lambda: len(commits) == 2)  # the refresh
+    entry = await writing
+    assert entry is not None
+    own = handle._database.submit(lambda tables: tables.put("k", b"2", entry.version))
+    until_blocking(lambda: len(commits) == 3)
+    await own
+    await changed.wait()
+    await asyncio.sleep(0)
+    found = handle.carried(watch) or await handle.get("k")
+    assert found is not None
+    assert found.value == b"2"
+    await handle.close()
+    await another.close()
 
 
 async def test_each_handle_has_its_own_leases_and_hears_of_the_end_of_others(

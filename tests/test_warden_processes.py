@@ -25,7 +25,8 @@ from doyen.errors import LeaseGone, StoreUnusable
 from doyen.lease.clock import SystemClock
 from doyen.stores.port import Context, open_store
 from fixtures import shared
-from warded import Warded, is_alive, until, warded
+from stamps import alive, until
+from warded import Warded, warded
 
 if not sys.platform.startswith("linux"):
     pytest.skip("wardens need pidfds, which only Linux has", allow_module_level=True)
@@ -88,7 +89,7 @@ def test_a_holder_that_dies_is_replaced_at_once_and_the_log_proves_it(
     leader.kill()
     successor.wait_for("elected")
     assert time.monotonic() - began < SOON_S
-    until(lambda: not is_alive(warden), "the warden of a dead process ends")
+    until(lambda: not alive(warden), "the warden of a dead process ends")
     until(lambda: verify([audit]).terms == 2, "both terms are in the log")
     assert verify([audit]).ok
     # Without the warden's line, the terms overlap.
@@ -126,7 +127,7 @@ def test_a_session_that_is_closed_ends_its_warden(server: servers.QuorumNode) ->
         session.campaign("other"),
     ):
         until(lambda: found, "the warden is there")
-    until(lambda: not is_alive(found[0]), "the warden ends")
+    until(lambda: not alive(found[0]), "the warden ends")
 
 
 def test_a_holder_goes_on_without_its_warden_and_starts_another(
@@ -137,7 +138,7 @@ def test_a_holder_goes_on_without_its_warden_and_starts_another(
         os.kill(leader.ready(leads=True), signal.SIGKILL)
         leader.wait_for("unwarded")
         second = leader.wait_for("warded")["warden"]
-        assert is_alive(second)
+        assert alive(second)
         assert not [each for each in leader.events if each["event"] in ("lost", "leaselost")]
 
 
@@ -169,7 +170,7 @@ def test_a_forked_child_does_not_keep_the_lease(start: Start) -> None:
     child = leader.wait_for("forked")["child"]
     try:
         assert succeeds(start, leader, leader.kill) < SOON_S
-        assert is_alive(child)
+        assert alive(child)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -395,7 +396,7 @@ def test_the_lease_of_a_supervised_command_ends_with_its_last_process(
         began = time.monotonic()
         run.kill()
         successor.wait_for("elected")
-        assert not is_alive(command)
+        assert not alive(command)
         assert 2.0 < time.monotonic() - began < 2.1 + SOON_S  # the guard kills at 70 % of 3 s
 
 
@@ -426,6 +427,6 @@ def test_a_frozen_doyen_run_is_killed_with_its_command(server: servers.QuorumNod
         began = time.monotonic()
         os.kill(run.pid, signal.SIGSTOP)
         successor.wait_for("elected")
-        assert not is_alive(command)
+        assert not alive(command)
         assert time.monotonic() - began < 1.0 + SOON_S
         assert run.wait(10) == -signal.SIGKILL

@@ -369,7 +369,7 @@ async def test_a_page_of_processes_whose_terminal_has_stopped_says_so(
     monkeypatch.setattr("doyen.cli.up.page.ACT_WITHIN_S", 0.01)
     cluster = MagicMock(candidates=[], quorum=None)
     page = ProcessPage(cluster)
-    with pytest.raises(OrderFailed, match="does not react; nothing was done"):
+    with pytest.raises(OrderFailed, match="does not respond; nothing was done"):
         await page.act("kill", "server1")
     page.tick()
     cluster.kill.assert_not_called()

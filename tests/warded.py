@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -106,22 +105,6 @@ def warded(url: str, **options: Any) -> Iterator[Callable[..., Warded]]:
     finally:
         for each in started:
             each.stop()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs, which a zombie does not."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.005)
 
 
 def _print(event: str, **fields: Any) -> None:

@@ -357,7 +357,6 @@ class WardenWorld(World):
         self.server.oracle = self.oracle
         self.hosts: list[WardenHost] = []
         self.is_calm = False
-        self.asked_to_end = 0
 
     def start(self) -> None:
         self.started += 1

@@ -237,7 +237,7 @@ class BlockingSession(_SessionState):
     ) -> BlockingConfig[Any]:
         """A configuration: a versioned document that is validated when it is written and read.
         Options as for `Session.config`."""
-        from doyen.manage.config_session import BlockingConfig  # only for those who use it
+        from doyen.manage.config_session import BlockingConfig  # seldom needed
 
         return BlockingConfig(self._opened, name, type, **options)
 
@@ -313,7 +313,7 @@ class BlockingSession(_SessionState):
                 self._runtime.finish_blocking(publisher.stop())
 
     def published(self, group: str) -> Published | None:
-        """The members of a group as its leader published them last; None if none did."""
+        """The members of a group as its leader published them last; None if no leader has."""
         return self._run(manage.read_published, group)
 
     def observe_published(
@@ -420,8 +420,8 @@ class BlockingGroupMember(MemberView):
         self._do(functools.partial(self._registration.drain, False))
 
     def fail(self, reason: str) -> None:
-        """Leave the list because this process is broken. The scope goes on; it does not join
-        again."""
+        """Leave the list because this process is broken. The scope stays open; the member does not
+        join again."""
         self._do(functools.partial(self._registration.fail, reason))
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -288,8 +288,8 @@ def judge_line(
     elif line.leader is None:
         yield Finding.warning(
             "line",
-            f"no leader, though {len(waiting)} wait: it has just resigned, or is frozen,"
-            " and its lease has not expired yet",
+            f"no leader, though {len(waiting)} wait: the last one has just resigned, or the first"
+            " in line is frozen and its lease has not expired yet",
             "if it lasts, check whether the first in line is frozen: doyen line --watch",
         )
     elif limits is not None and not limits.has_line:

@@ -83,7 +83,7 @@ HAS: Mapping[Kind, str] = {
     "semaphores": "has",
     "shards": "owns",
 }
-"""Words of messages."""
+"""The verb for holding each kind, in messages."""
 
 NAME_BYTES = 200
 """Limit for the name of an election, and of whatever else has a name in keys."""
@@ -303,7 +303,12 @@ class Claim(NamedTuple):
     """In a leader record: the ttl of its lease. For display."""
 
     def encode(self) -> bytes:
-        fields = {name: value for name, value in self._asdict().items() if value is not None}
+        name, attempt, meta, rank, since, ttl_s = self
+        fields = {"name": name, "attempt": attempt, "meta": meta, "rank": rank}
+        if since is not None:
+            fields["since"] = since
+        if ttl_s is not None:
+            fields["ttl_s"] = ttl_s
         try:
             encoded = encode_json(fields)
         except (TypeError, ValueError, RecursionError) as error:
@@ -317,7 +322,7 @@ class Claim(NamedTuple):
 
     @classmethod
     def decode(cls, value: bytes) -> Claim:
-        """Read a claim. A value that is none becomes the name of the result."""
+        """Read a claim. A value that is not a claim is used as the name of the candidate."""
         try:
             raw = json.loads(value)
             return cls(
@@ -373,7 +378,7 @@ class Order(NamedTuple):
 
 def encode_json(value: object) -> bytes:
     """Compact JSON. Raises `TypeError` or `ValueError` for what JSON cannot represent."""
-    return json.dumps(value, separators=(",", ":"), default=_mapping, allow_nan=False).encode()
+    return _encoder.encode(value).encode()
 
 
 def finite(value: object) -> float | None:
@@ -434,7 +439,7 @@ def key_segment(name: object, of: str = "an election") -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether doyen gives such a name to anything. Another program may have written any key.
+    """Whether doyen accepts this name. Other programs may have written keys with any name.
 
     >>> is_name("billing"), is_name("bill\\ning"), is_name("x" * 10_000)
     (True, False, False)
@@ -483,7 +488,7 @@ def published_key(group: str) -> str:
 
 
 def described(name: str, kind: Kind) -> str:
-    """The name in messages, which say so if it is not an election's.
+    """The name as messages show it, with its kind unless it is that of an election.
 
     >>> described("billing", "elections"), described("migration", "locks")
     ("'billing'", "the lock 'migration'")
@@ -531,7 +536,7 @@ def trail_key(election: str) -> str:
 
 
 def run_key(election: str) -> str:
-    """The document with the result of the last run of work that is due once in a while."""
+    """The document with the result of the last run of work that is due once per interval."""
     return f"runs/{key_segment(election)}"
 
 
@@ -541,7 +546,12 @@ def schedule_key(election: str) -> str:
 
 
 def order_key(name: str, kind: Kind = "elections") -> str:
-    return f"{leader_key(name, kind)}/order"
+    return order_key_below(leader_key(name, kind))
+
+
+def order_key_below(leader: str) -> str:
+    """The key of an order, from that of the leader record."""
+    return f"{leader}/order"
 
 
 def ready_key(name: str, attempt: str, kind: Kind = "elections") -> str:
@@ -581,3 +591,6 @@ def shards_key(name: str, part: Literal["at", "plan", "spec"]) -> str:
     ('shards/my%20jobs/plan', 'shards/my%20jobs/at/7/leader')
     """
     return f"shards/{key_segment(name, 'a set of shards')}/{part}"
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), default=_mapping, allow_nan=False)

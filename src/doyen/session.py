@@ -79,7 +79,7 @@ Observing = Callable[[SessionCore, Callable[[T], None]], Coroutine[Any, Any, Non
 
 
 class _SessionState:
-    """What `Session` and `BlockingSession` say about themselves."""
+    """The state that `Session` and `BlockingSession` report."""
 
     _scope = "with"
     """How such a session is entered."""
@@ -359,7 +359,7 @@ class Session(_SessionState):
 
         `type`: a type that msgspec can decode, or of pydantic; without one, any JSON.
         """
-        from doyen.manage.config_session import Config  # only for those who use it
+        from doyen.manage.config_session import Config  # seldom needed
 
         return Config(self._opened, name, type, **options)
 
@@ -373,7 +373,7 @@ class Session(_SessionState):
             print(leader.name if leader else "no leader is known")
 
         When the store has not answered for a ttl, `Unreachable` with the leader that was known last
-        is yielded, and the leader again when the store answers. So it is for every `observe_…`.
+        is yielded, and the leader again when the store answers. Every `observe_…` does the same.
         """
         return self._observe(lambda core, deliver: observe_leader(core, election, kind, deliver))
 
@@ -414,8 +414,8 @@ class Session(_SessionState):
     async def observe_members(
         self, group: str, *, suspect: bool = True
     ) -> AsyncGenerator[MemberChange | Unreachable[tuple[Member, ...]] | Reachable, None]:
-        """Each live member as `joined`, then every change of the group. A slow observer misses what
-        was changed back meanwhile, but never the present state.
+        """Each live member as `joined`, then every change of the group. A slow observer may miss
+        changes that were undone meanwhile, but always gets the present state.
 
             async for change in session.observe_members("workers"):
                 print(change.kind, change.member.name)
@@ -445,7 +445,7 @@ class Session(_SessionState):
         return Publishing(manage.ListPublisher(self._opened, group, term, settle_s))
 
     async def published(self, group: str) -> Published | None:
-        """The members of a group as its leader published them last; None if none did."""
+        """The members of a group as its leader published them last; None if no leader has."""
         return await self._run(manage.read_published, group)
 
     def observe_published(
@@ -477,8 +477,8 @@ class Session(_SessionState):
 
         `body` runs as a task of its own for each shard that this member owns, and is cancelled when
         the member is to give it up or has lost its lease. `prepare`, if given, is called with the
-        number of a shard before that is moved here from a live owner. Options: `name`, `weight`,
-        `zone`, `address`, `health`, `control`, `on_overrun`; each is explained at
+        number of a shard before the shard is moved here from a live owner. Options: `name`,
+        `weight`, `zone`, `address`, `health`, `control`, `on_overrun`; each is explained at
         `doyen.manage.shards.scopes.OwnerOptions`. The set is created by
         `session.shards(shards).configure(count=…)`.
         """
@@ -587,9 +587,9 @@ class SessionOptions(TypedDict, total=False):
     renew_every_s: float | None
     """The time between renewals. Default: ttl / 3."""
     request_timeout_s: float | None
-    """When a call to the store without a response is given up. Default: ttl / 6, and no more."""
+    """When a call to the store without a response is given up. Default and maximum: ttl / 6."""
     create: bool
-    """Whether to create the store if it does not exist. False is for programs that only look."""
+    """Whether to create the store if it does not exist. False is for programs that only read."""
     release_at_exit: bool
     """Whether a session that is still open is released when the process ends, by itself or by
     SIGTERM. Default True. A handler of yours for SIGTERM is kept."""

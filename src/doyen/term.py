@@ -186,7 +186,7 @@ class Term:
 
         Observers see the new meta; the token stays. Returns once the record has it, and `term.meta`
         too. While the store cannot be reached it is retried; `LeadershipLost` is raised once the
-        term is over. Cancelled, it may still take effect, but never after a later publication.
+        term is over. A cancelled call may still take effect, but never after a later publication.
         """
         await self._publishes().publish(meta)
 
@@ -285,7 +285,7 @@ class Term:
             self.ended_at = ended_at
             self._deadline = _ENDED
             listeners, self._listeners = self._listeners, []
-        # The last first: that of the body, which is to end at once.
+        # In reverse order: the last listener ends the body, which must not wait for the others.
         for listener in reversed(listeners):
             try:
                 listener()

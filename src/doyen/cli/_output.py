@@ -367,6 +367,6 @@ def choose_for(args: argparse.Namespace, *, create: bool = True) -> StoreChoice:
 
 
 def print_note(text: str) -> None:
-    """Print a line for people on standard error. It is no failure if nobody reads it."""
+    """Print a line for people on standard error. It is no failure if standard error is closed."""
     with contextlib.suppress(OSError):
         print(f"doyen: {text}", file=sys.stderr, flush=True)

@@ -144,9 +144,8 @@ def _waiting(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parsed(value: str) -> Any:
-    text = sys.stdin.read() if value == "-" else value
     try:
-        return _loads(text)
+        return _loads(sys.stdin.read() if value == "-" else value)
     except ValueError as error:
         raise ConfigError(f"the value is not JSON: {error}; nothing was written") from error
 
@@ -163,7 +162,10 @@ def _loads(text: str) -> Any:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"JSON has no {constant}")
 
-    return json.loads(text, parse_constant=refuse)
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _dumps(value: Any) -> str:
@@ -325,7 +327,7 @@ def _edit(args: argparse.Namespace, config: BlockingConfig[Any]) -> int:
         while True:
             path.write_text(text)
             _open_editor(path)
-            edited = path.read_text()
+            edited = _saved(path)
             if edited == text:
                 if conflict is not None:
                     raise conflict
@@ -373,6 +375,16 @@ def _open_editor(path: Path) -> None:
         ) from error
     if code != 0:
         raise ConfigError(f"the editor {editor!r} ended with {code}; nothing was written")
+
+
+def _saved(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not text in {error.encoding}: {error}; nothing was written. Correct it, and"
+            " run doyen config set NAME - with it as standard input"
+        ) from error
 
 
 def _edited(path: Path, text: str) -> Any:

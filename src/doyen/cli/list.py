@@ -37,12 +37,12 @@ from doyen.session import connect
 
 MANUAL = """\
 Shows everything that a store has, or only the kinds that are named: elections, locks, semaphores,
-barriers, groups, shards, configs. An election or a lock is shown while somebody has it or waits for
-it.
+barriers, groups, shards, configs. An election or a lock is shown while it has a leader or holder,
+or a candidate.
 
-With --watch it is shown again after every change, until Ctrl-C. If the store does not answer for a
-ttl, that is shown, with what was known last. With --json each state is a JSON object on a line of
-its own.
+With --watch the list is shown again after every change, until Ctrl-C. If the store does not answer
+for a ttl, that is shown, with what was known last. With --json each state is a JSON object on a
+line of its own.
 
 exit codes:
   0    the store has something of these kinds; with --watch, ended by Ctrl-C

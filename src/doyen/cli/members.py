@@ -35,7 +35,7 @@ object on a line of its own.
 
 With --prometheus the output is what Prometheus reads from files and over HTTP (http_sd_config): the
 members whose meta has an "address", with their name, state and the texts and numbers of their meta
-as labels.
+as labels. Of an address http://host:port the target is host:port, and __scheme__ is a label.
 
 exit codes:
   0    the group has members; with --watch, ended by Ctrl-C
@@ -162,7 +162,8 @@ def member_dict(member: Member) -> dict[str, Any]:
 
 
 def prometheus_targets(group: str, members: Sequence[Member]) -> list[dict[str, Any]]:
-    """The members with an address, in the format of Prometheus' HTTP service discovery.
+    """The members with an address, in the format of Prometheus' HTTP service discovery. A target is
+    host:port, and the scheme is a label.
 
     >>> prometheus_targets("workers", [Member("w1", 7, meta={"address": "10.0.0.1:80", "z": 2})])
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -172,16 +173,20 @@ def prometheus_targets(group: str, members: Sequence[Member]) -> list[dict[str, 
     targets = []
     for member in members:
         address = member.meta.get("address")
-        if not isinstance(address, str) or not address:
+        scheme, _, rest = address.rpartition("://") if isinstance(address, str) else ("", "", "")
+        target = rest.partition("/")[0].rpartition("@")[2]
+        if not target:
             continue
         labels = {
             "__meta_doyen_group": group,
             "__meta_doyen_name": member.name,
             "__meta_doyen_state": member.state,
         }
+        if scheme in ("http", "https"):
+            labels["__scheme__"] = scheme
         for name, value in member.meta.items():
             if name != "address" and isinstance(value, str | int | float):
                 plain = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
                 labels[f"__meta_doyen_meta_{plain}"] = str(value)
-        targets.append({"targets": [address], "labels": labels})
+        targets.append({"targets": [target], "labels": labels})
     return targets

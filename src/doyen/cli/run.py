@@ -68,8 +68,8 @@ controlling terminal.
 Under systemd (Type=notify) it reports that it campaigns, what it does, and that it is alive
 (WatchdogSec=); see doyen deploy.
 
-Standard output belongs to the command. doyen writes to standard error: which store it uses, whom it
-waits for, and warnings; with --json, one JSON object for each event.
+Standard output belongs to the command. doyen writes to standard error: which store it uses, which
+candidate it waits for, and warnings; with --json, one JSON object for each event.
 
 With --once-in, for cron: all hosts run the same line. The leader runs the command, and the others
 wait and return the exit code of that run, unless it began longer ago than the given time. A command
@@ -114,7 +114,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     wait = "how long to wait for a store that cannot be reached at first"
     add_option(parser, "--store-wait TIME", wait, "0")
     add_option(parser, "--once", "end after a loss instead of campaigning again")
-    seldom = "run the command at most once in this time, on whichever host: see below"
+    seldom = "run the command at most once in this time, on any one of the hosts: see below"
     add_option(parser, "--once-in TIME", f"{seldom} (default: no limit)")
     add_option(parser, "--restart", "restart the command whenever it ends while this process leads")
     frozen = "have a frozen doyen killed after this time; the command ends too (default: never)"

@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 SAME_SIGNAL_S = 0.5
-"""A second signal that follows within this time was not sent by somebody who has waited."""
+"""A second signal within this time counts as the first one sent twice, not as a second request."""
 
 
 class _Doors(NamedTuple):
@@ -441,7 +441,10 @@ def _report_roles(
         known = f"the leader is {leader}" if leader else "it knows no leader"
         removed = {}
         if node not in server.driver.membership.everyone:
-            known = "it is not a member of the cluster and may be stopped"
+            known = (
+                "it is being removed from the cluster, or is not a member any more: stop it when"
+                " doyen cluster status on another node does not list it"
+            )
             removed["reason"] = known
         words = f"node {node} is {role} in generation {generation}: {known}"
         manager.tell(STATUS=words)

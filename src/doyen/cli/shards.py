@@ -27,8 +27,9 @@ from doyen.session import connect
 from doyen.stores.kit.durations import parse_duration
 
 MANUAL = """\
-Shows how many shards each member of a set owns, which shards are on the move, and which were set
-aside because their bodies failed. With --watch every change is shown, until Ctrl-C.
+Shows how many shards each member of a set owns, which shards are being moved, on which members
+shards keep failing, and which were set aside because they failed on several or on all. With --watch
+every change is shown, until Ctrl-C.
 
 Actions change what is asked of the set, and its controller carries that out:
 
@@ -39,7 +40,8 @@ Actions change what is asked of the set, and its controller carries that out:
   drain MEMBER       give a member the weight 0, and wait until it owns nothing
   rebalance          make loads as equal as possible
   pause, resume      keep the plan as it is, for maintenance; end that
-  retry              try shards again that were set aside
+  retry              try shards again where they failed or were prepared too
+                     slowly, also those that were set aside
   set FIELD=VALUE …  change other fields, such as grace_s=30s or standbys=1
 
 exit codes:
@@ -231,7 +233,11 @@ def _table(seen: ShardMap) -> Table:
     coming = Counter(move.to for move in seen.moves.values())
     table = Table(["member", ">shards", ">coming", ">weight", "zone", "address"])
     for name, member in sorted(seen.members.items()):
-        shown = name if name not in seen.grace else f"{name} (gone, {seen.grace[name]:.0f} s left)"
+        shown = (
+            name
+            if name not in seen.grace
+            else f"{name} (gone, {seen.grace[name]:.0f} s left at most)"
+        )
         counts = [str(loads[name]), str(coming[name] or "")]
         about = [f"{member.weight:g}", printable(member.zone), printable(member.address)]
         table.rows.append([printable(shown), *counts, *about])
@@ -248,6 +254,10 @@ def _notable(seen: ShardMap) -> list[str]:
         lines.append(f"shard {shard} moves from {owner} to {printable(move.to)}: {state}")
     for shard, error in sorted(seen.aside.items()):
         lines.append(f"shard {shard} is set aside: {printable(error)}")
+    for shard, names in sorted(seen.failed.items()):
+        lines.append(f"the body of shard {shard} keeps failing on {printable(', '.join(names))}")
+    for shard, names in sorted(seen.slow.items()):
+        lines.append(f"shard {shard} was prepared too slowly on {printable(', '.join(names))}")
     if seen.note:
         lines.append(printable(seen.note))
     return lines
@@ -265,5 +275,7 @@ def as_dict(seen: ShardMap) -> dict[str, Any]:
         "members": {name: member._asdict() for name, member in seen.members.items()},
         "moves": {str(shard): move._asdict() for shard, move in seen.moves.items()},
         "aside": {str(shard): error for shard, error in seen.aside.items()},
+        "failed": {str(shard): list(names) for shard, names in seen.failed.items()},
+        "slow": {str(shard): list(names) for shard, names in seen.slow.items()},
         "note": seen.note,
     }

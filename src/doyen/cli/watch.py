@@ -26,7 +26,7 @@ from doyen.session import Session, connect
 
 MANUAL = """\
 With one ELECTION, prints its leader, then a line for every change, as soon as the store notifies
-this process. Times are those at which the change was seen here. Changes in quick succession may
+this process. Times are those at which this process saw the change. Changes in quick succession may
 appear as one.
 
 With several, or with none, which means all of the store, it is a live view on a terminal, and a

@@ -1,16 +1,16 @@
 """One attempt of a candidate: its lease, its id, and what it has written to the store.
 
-All states of a campaign share the attempt. It is what makes them safe together:
+All states of a campaign share the attempt, so it keeps the invariants that span them:
 
 - An unknown outcome is not leadership. After one, only a read that shows this attempt's own id
   under this attempt's own lease proves that the write was carried out (`is_mine`). Until the
-  attempt ends it counts as `in_doubt`: a write may still be carried out late, so what it would
-  leave is looked for and removed.
+  attempt ends it counts as `in_doubt`: the write may still be carried out late, so entries that it
+  would leave are looked for and removed.
 - Every entry that the attempt writes is bound to its lease. When the lease ends, the store removes
   them, and the campaign goes on with a new attempt.
 - On leaving, the record is deleted only after the body has ended, and only by its own version.
-  After an unknown outcome, of an update of the record too, the traces of writes that are carried
-  out late are looked for and removed for one ttl.
+  After an unknown outcome, including that of an update of the record, entries left by writes that
+  are carried out late are looked for and removed for one ttl.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Attempt:
         )
 
     def choose_slot(self, slot: int | None) -> None:
-        """The record to create is that of `slot`; None if this is not a semaphore."""
+        """From now on the record to create is that of `slot`; None if this is not a semaphore."""
         self.slot = slot
         self.record_key = leader_key(self.label, self.settings.kind)
         if self.record_key not in self.record_keys:
@@ -127,13 +127,12 @@ class Attempt:
         this is called until there is a record."""
         if self.record is None:
             self._since = self.core.runtime.clock.wall()
-        ttl_s = self.keepalive.lease.ttl_s
-        return self._claim(meta)._replace(since=self._since, ttl_s=ttl_s).encode()
+        return self._claim(meta, self._since, self.keepalive.lease.ttl_s).encode()
 
-    def _claim(self, meta: Meta | None) -> Claim:
+    def _claim(self, meta: Meta | None, *shown_in_record: float) -> Claim:
         settings = self.settings
-        shown = settings.meta if meta is None else meta
-        return Claim(settings.name, self.id, shown, settings.priority)
+        meta = settings.meta if meta is None else meta
+        return Claim(settings.name, self.id, meta, settings.priority, *shown_in_record)
 
     def is_mine(self, entry: Entry) -> bool:
         """Whether this attempt wrote the entry, under its own lease."""
@@ -158,12 +157,23 @@ class Attempt:
         self.in_doubt = before
         return answer
 
+    def write_now(self, request: Callable[[], T]) -> T:
+        """`write`, for a call that returns at once."""
+        before, self.in_doubt = self.in_doubt, True
+        try:
+            answer = request()
+        except (StoreUnavailable, LeaseGone):
+            self.in_doubt = before
+            raise
+        self.in_doubt = before
+        return answer
+
     async def update_record(self, value: bytes) -> bool:
         """Replace the value of the record; False if the record is gone or another's.
 
         Only one call at a time. If an earlier one raised, or was cancelled, its update may still be
-        carried out. The store carries out one update of each version only, so what is read and then
-        replaced cannot be changed by an earlier update any more.
+        carried out. The store accepts only one update of each version. So once a version that was
+        read after such a failure has been replaced, the earlier update can no longer take effect.
         """
         store = self.core.store
         while True:
@@ -240,13 +250,34 @@ class Attempt:
         if not has_entries or self.keepalive.lost_because is not None:
             self.end()
             return None
+        if not successor and not self._is_out_of_turn() and self._remove_entries_now():
+            self.end()
+            return None
         return self.core.tasks.start(self._leave(successor))
+
+    def _is_out_of_turn(self) -> bool:
+        return not self.in_turn and (self.record is not None or self.in_doubt)
+
+    def _remove_entries_now(self) -> bool:
+        """Remove what the attempt has in the store, if nothing has to be waited for."""
+        if self.in_doubt or self.markers:
+            return False
+        if self.record is not None and not self.core.telemetry.is_written:
+            return False
+        self.unwatch_record()  # no notification of its own deletion
+        entries = [entry for entry in (self.record, self.ticket) if entry is not None]
+        if not self.core.deletions.delete_now(entries):
+            return False
+        self.record = self.ticket = None
+        return True
 
     async def _leave(self, successor: str) -> None:
         core, keepalive = self.core, self.keepalive
         doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
-        out_of_turn = not self.in_turn and (self.record is not None or self.in_doubt)
+        out_of_turn = self._is_out_of_turn()
         try:
+            if self.record is not None:
+                await core.telemetry.written()
             while keepalive.lost_because is None:
                 try:
                     if successor:
@@ -271,15 +302,16 @@ class Attempt:
 
     async def _let_in(self, successor: str) -> None:
         """Delete the record, and keep the ticket until the successor has the record, or is gone, or
-        one request timeout has passed. Meanwhile the ticket keeps the rest of the line asleep."""
+        one request timeout has passed. Until then no candidate behind this ticket wakes."""
         await self._read_record()
         await self._delete(self.record)
         self.record = None
         await self._until_taken(lambda: self.get(successor))
 
     async def _let_in_those_ahead(self, ticket: Entry) -> None:
-        """The same, if a ticket is ahead of this one, as it is of that of a leader that was elected
-        out of turn. Whoever is behind would take its end for a sign that it is the next."""
+        """`_let_in`, for a leader that was elected out of turn, so that a ticket is still ahead of
+        its own. The candidate behind would take the deletion of this ticket as a sign that it is
+        the next."""
         await self.watch_record()
         await self._read_record()
         await self._delete(self.record)
@@ -288,8 +320,8 @@ class Attempt:
             await self._until_taken(lambda: self.ahead(ticket))
 
     async def _until_taken(self, successor: Callable[[], Awaitable[Entry | None]]) -> None:
-        """Wait until another attempt has the record, for one request timeout, and as long as there
-        is a successor."""
+        """Wait until another attempt has the record, but for one request timeout at most, and only
+        while there is a successor."""
         until = asyncio.get_running_loop().time() + self.core.calls.timing.request_timeout_s
         while True:
             self.wakeup.woken = False
@@ -300,7 +332,7 @@ class Attempt:
     async def _remove_entries(self) -> None:
         await self._read_record()
         # The requests are sent in this order, without waiting in between. A successor that finds
-        # the record before it is deleted waits for that.
+        # the record before it is deleted waits for the deletion.
         await asyncio.gather(self._delete(self.record), self._delete(self.ticket))
         self.record = self.ticket = None
         if self.in_doubt and self.settings.recipe == "line":
@@ -314,7 +346,7 @@ class Attempt:
                 await self._delete(ticket)
 
     async def _read_record(self) -> None:
-        """If a write is in doubt, find out which record of this attempt there is."""
+        """If a write is in doubt, find out which record of this attempt exists."""
         if self.in_doubt:
             self.record = await self._remove_other_records()
 
@@ -355,7 +387,7 @@ class Attempt:
             await self.core.deletions.delete(entry)
 
     def end(self) -> None:
-        """Stop watching, and end the lease if this attempt has it to itself."""
+        """Stop watching, and end the lease if no other attempt shares it."""
         self._ended = True
         self.keepalive.forget(self)
         self.keepalive.attempts.discard(self.id)

@@ -176,7 +176,7 @@ class CandidateTask(_Candidate):
         self._closing = True
         mine = asyncio.current_task()
         if mine is not None and mine is self._stopping:
-            mine = self._tasks[0]  # which waits for this one, and then finds that it is closing
+            mine = self._tasks[0]  # it waits for this task, and then sees `_closing`
         others = [task for task in self._tasks if task is not mine]
         for task in others:
             task.cancel()

@@ -16,14 +16,15 @@ sending. The line keeps candidates in order, and wakes one of them per change in
 mistake in it cannot make two leaders. In the recipe `race` there is no line, and every candidate
 may always claim.
 
-A candidate that is woken is almost always the next. So it creates the record in the same moment as
-it looks whether it is its turn, and a handover takes one round trip less. If it was not, because a
-candidate of higher priority has joined meanwhile, it deletes the record again, and has not led. A
-leader that lets in a successor keeps its ticket until then, so that no other candidate is woken.
+A candidate that is woken is almost always the next. So it creates the record and checks whether it
+is its turn at the same time, which saves one round trip per handover. If it was not its turn,
+because a candidate of higher priority has joined meanwhile, it deletes the record again without
+beginning a term. A leader that hands over to a named successor keeps its ticket until the successor
+has the record, so that no other candidate is woken.
 
-What is kept when outcomes are unknown, and when a record may be deleted, is in `attempt`; what a
-leader watches and obeys, in `leader`. To fail to be elected raises: no body is ever entered without
-the record.
+`attempt` states the invariants for unknown outcomes, and when a record may be deleted; `leader`
+states what a leader watches and obeys. A campaign that is not elected raises an exception: no body
+is ever entered without the record.
 """
 
 from __future__ import annotations
@@ -50,15 +51,17 @@ from doyen.errors import (
     TicketGone,
 )
 from doyen.events import ForeignLeader, Hindered, Waiting
-from doyen.model import HAS, Claim, Entry, Order, line_key, order_key
+from doyen.events.telemetry import SOON_S
+from doyen.lease.keepalive import Keepalive
+from doyen.model import HAS, Claim, Entry, Order, line_key, order_key_below
 from doyen.stores.port import Creation, Watch
 from doyen.term import Term, TermState
 
 __all__ = ["Candidacy", "entered_campaigns"]
 
 entered_campaigns: ContextVar[tuple[Candidacy, ...]] = ContextVar("doyen_entered", default=())
-"""The campaigns in whose terms the calling scope is. One more for the same election would never
-end."""
+"""The campaigns whose bodies enclose the calling code. Another campaign for one of their elections
+would wait for itself."""
 
 
 class _Withdrawn(Exception):
@@ -74,11 +77,12 @@ class Claiming:
         self._candidacy = candidacy
         self._created = False
         """A creation of the record was sent and is not known to have failed. It may have been
-        carried out, or may be while this candidate waits in line: then all would wait for it."""
+        carried out, or may be while this candidate waits in line: then every candidate would wait
+        for that record."""
         self._woken = False
         """The ticket ahead, or the record, has changed: this candidate is probably the next."""
         self._creation: Creation | None = None
-        """The answer to a creation of the record that is not settled yet."""
+        """The response to a creation of the record, until this attempt has acted on it."""
         self._giving_back = False
         """The deletion of the record was sent, or is to be. This attempt must not lead with it: an
         unanswered deletion may be carried out at any time."""
@@ -158,7 +162,9 @@ class Claiming:
         try:
             ahead, order = await self._look()
         finally:
-            self._close_ahead_watch()
+            if self._ahead_watch is not None:  # once a new leader has begun
+                asyncio.get_running_loop().call_later(SOON_S, self._ahead_watch.close)
+                self._ahead_watch = None
         attempt.in_turn = ahead is None
         creation = self._creation
         has_record = creation is not None and self._is_ours(creation)
@@ -175,19 +181,22 @@ class Claiming:
         return not await self._give_way(order)
 
     async def _look(self) -> tuple[Entry | None, Entry | None]:
-        """The ticket ahead, and the order. A candidate that is probably the next creates the record
-        at the same time."""
-        attempt, settings = self.attempt, self.attempt.settings
-        key = order_key(settings.election, settings.kind)
+        """Read the ticket ahead, and the order. A candidate that is probably the next creates the
+        record at the same time."""
+        attempt = self.attempt
+        key = order_key_below(attempt.record_key)
         self._creation = None
         if not self._woken:
             return await asyncio.gather(self._ahead(), attempt.get(key))
         self._woken = False
         record, lease, ticket = attempt.record_key, attempt.keepalive.lease, attempt.ticket
         before, self._created = self._created, True
-        looked = await attempt.write(
-            attempt.core.store.create_and_look(record, attempt.record_value(), lease, ticket, key)
+        store, value = attempt.core.store, attempt.record_value()
+        looked = attempt.write_now(
+            lambda: store.create_and_look_now(record, value, lease, ticket, key)
         )
+        if looked is None:
+            looked = await attempt.write(store.create_and_look(record, value, lease, ticket, key))
         self._note(looked.creation, before)
         if looked.failure is not None:
             raise looked.failure
@@ -214,7 +223,8 @@ class Claiming:
         return creation.won or self.attempt.is_mine(creation.entry)
 
     async def _give_back(self) -> None:
-        """It is another's turn: delete the record, with which this attempt has not led."""
+        """It is another candidate's turn: delete the record, with which this attempt has not
+        led."""
         if self.attempt.record is not None:
             self._given_back = max(self._given_back, self.attempt.record.revision)
             await self.attempt.core.deletions.delete(self.attempt.record)
@@ -236,12 +246,12 @@ class Claiming:
         """Wait until the ticket directly ahead changes. No other ticket wakes this candidate."""
         attempt, core = self.attempt, self.attempt.core
         if attempt.is_mine(ahead):
-            # An enqueue whose response was lost was carried out late. Waiting behind that ticket
-            # would be waiting for ourselves.
+            # An enqueue whose response was lost was carried out late. A candidate that waited
+            # behind it would wait for itself.
             await core.deletions.delete(ahead)
             return
-        # Where there are priorities, another may well have come before both. After an outage all
-        # watches notify, whatever has happened.
+        # With priorities, another candidate may have joined ahead of both. After an outage all
+        # watches notify, whether or not anything has changed.
         is_next = attempt.settings.priority == Claim.decode(ahead.value).rank == 0
 
         def notified() -> None:
@@ -349,7 +359,7 @@ class Claiming:
         if now < due:
             return due
         order = Order(leader.revision, settings.name, attempt.id, settings.priority)
-        key = order_key(settings.election, settings.kind)
+        key = order_key_below(attempt.record_key)
         written = await attempt.write_marker(key, order.encode())
         if is_void(written, leader.revision):
             core = attempt.core
@@ -423,19 +433,16 @@ class Candidacy:
             self._deadline = asyncio.get_running_loop().time() + settings.wait_s
             limit = self._deadline + core.calls.timing.request_timeout_s  # for a single try
         try:
-            async with asyncio.timeout_at(limit):
-                await core.admission.acquire()
+            if not core.admission.enter_now():
+                async with asyncio.timeout_at(limit):
+                    await core.admission.enter()
             self._admitted = True
             while True:
                 await self._wait_until_eligible()
                 claiming = self._claiming
                 try:
                     if claiming is None or claiming.attempt.keepalive.lose_if_expired():
-                        async with asyncio.timeout_at(limit):
-                            if settings.stall_after_s is None and not core.capabilities.layout:
-                                keepalive = await core.leases.shared()
-                            else:
-                                keepalive = await core.leases.own(settings.stall_after_s)
+                        keepalive = await self._keepalive(limit)
                         if claiming is not None:  # its lease is lost: the store removes its entries
                             claiming.close()
                             claiming.attempt.end()
@@ -476,6 +483,15 @@ class Candidacy:
                 settings.member.forget(self)
             self._leave_admission()
 
+    async def _keepalive(self, limit: float | None) -> Keepalive:
+        """The keepalive of the lease of a new attempt."""
+        leases, settings = self.core.leases, self.settings
+        shares = settings.stall_after_s is None and not self.core.capabilities.layout
+        if shares and (held := leases.held()) is not None:
+            return held
+        async with asyncio.timeout_at(limit):
+            return await (leases.shared() if shares else leases.own(settings.stall_after_s))
+
     async def _wait_until_eligible(self) -> None:
         """Outside the line, wait until the candidate may lead. Raises `NotElected` at the
         deadline."""
@@ -510,7 +526,7 @@ class Candidacy:
         """Let another candidate of the session in: this one is elected, or waits."""
         if self._admitted:
             self._admitted = False
-            self.core.admission.release()
+            self.core.admission.leave()
 
     async def sleep(self, attempt: Attempt, until: float = math.inf) -> None:
         """Sleep until woken, or until the time has come. Raises `NotElected` at the deadline."""

@@ -15,11 +15,11 @@ import itertools
 import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from doyen._waiting import BackgroundTasks, shared
+from doyen._waiting import Admission, BackgroundTasks, shared
 from doyen.election.options import SessionSettings
 from doyen.election.trail import TrailKeeper
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
@@ -51,8 +51,8 @@ CHECKS_AT_ONCE = 16
 OPEN_PAUSE_S, OPEN_LONGEST_PAUSE_S = 0.1, 2.0
 """The pauses between the tries to open a store that cannot be reached."""
 ENTERING = 64
-"""How many candidates of a session join or leave their lines at a time. Thousands that come at
-once would only delay one another."""
+"""How many candidates of a session join or leave their lines at a time. Thousands at once would
+only delay one another."""
 
 
 class Deletions:
@@ -81,6 +81,11 @@ class Deletions:
             self._unchecked[entry.key] = None
             if self._checking is None or self._checking.done():
                 self._checking = self._tasks.start(self._check())
+
+    def delete_now(self, entries: Sequence[Entry]) -> bool:
+        """Delete these if nothing has to be waited for. False if that was not done."""
+        store = self._calls.store
+        return store.capabilities.durable and store.delete_now(entries)
 
     async def delete_left_over(self, entry: Entry) -> bool:
         """Delete a record or ticket of this session whose attempt has ended; False for others."""
@@ -193,7 +198,7 @@ def warding_of(
 
 
 class SessionCore:
-    """The inside of a session."""
+    """The part of a session that lives on doyen's loop."""
 
     def __init__(
         self,
@@ -218,8 +223,8 @@ class SessionCore:
             self.calls, timing_of, runtime, telemetry, self.tasks, warding or NoWarden()
         )
         self.deletions = Deletions(self.calls, self.leases, self.tasks)
-        self.admission = asyncio.Semaphore(ENTERING)
-        self.trail = TrailKeeper(self.calls, self.tasks, busy=self.admission.locked)
+        self.admission = Admission(ENTERING)
+        self.trail = TrailKeeper(self.calls, self.tasks, busy=self.admission.full)
         self._attempts = itertools.count(1)
         # A dict keeps the order of creation, a set would not: one seed must give one run.
         self._callers: dict[asyncio.Task[Any], None] = {}
@@ -254,11 +259,12 @@ class SessionCore:
             audit=audit,
             outlet=runtime.outlet,
             allowance=runtime.audit_wait,
+            threads=runtime.is_process,
         )
         try:
             if store is None:
                 if not adapter_loaded(settings.url):
-                    # Off the loop, where other sessions renew their leases meanwhile.
+                    # Not on the loop, on which other sessions renew their leases meanwhile.
                     await runtime.aside(partial(load_adapter, settings.url), lambda _: None)
                 context = Context(runtime.clock, telemetry.emit, settings.create)
                 store = await _open_patiently(settings, context, runtime.random)
@@ -292,7 +298,7 @@ class SessionCore:
         try:
             return await work()
         except asyncio.CancelledError:
-            if task.cancelling() == 1:  # by `close` only, and not by the caller too
+            if task.cancelling() == 1:  # cancelled by `close`, and not also by the caller
                 self.check_open()
             raise
         finally:
@@ -318,8 +324,8 @@ class SessionCore:
             raise SessionClosed(self.closed)
 
     async def close(self) -> None:
-        """Cancel what callers wait for, end every term and lease, and close the store. Whoever
-        calls this while it is under way waits for its end."""
+        """Cancel what callers wait for, end every term and lease, and close the store. A second
+        call waits for the end of the first."""
         if self._closing is None:
             if self.closed:
                 return

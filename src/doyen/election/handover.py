@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from doyen.election.attempt import Attempt
-from doyen.model import Entry, Order, notice_key, order_key, ready_key
+from doyen.model import Entry, Order, notice_key, order_key_below, ready_key
 from doyen.stores.port import Watch
 from doyen.term import Term
 
@@ -97,18 +97,17 @@ def successor_key(attempt: Attempt, order: Order) -> str:
     """The key of an entry that the successor keeps until it has the record: its ready marker, or
     the order that it gave for itself."""
     if order.rank is not None:
-        return order_key(attempt.label, attempt.settings.kind)
+        return order_key_below(attempt.record_key)
     return ready_marker_key(attempt, order.successor)
 
 
 async def order_to_obey(attempt: Attempt, term: Term) -> Order | None:
     """The order that the leader has to obey now, if any.
 
-    An order for an earlier term is void. It is deleted, because it would keep others from giving
-    theirs.
+    An order for an earlier term is void. It is deleted, because it would block later orders.
     """
     core, settings = attempt.core, attempt.settings
-    entry = await attempt.get(order_key(attempt.label, settings.kind))
+    entry = await attempt.get(order_key_below(attempt.record_key))
     if entry is None:
         return None
     if is_void(entry, term.token):

@@ -82,16 +82,16 @@ class Leading:
         )
         self._publishing: asyncio.Lock | None = None
         keepalive.progress()
-        core.leases.body_begins(keepalive)
-        self._emit(Elected, valid_until=keepalive.valid_until)
         self._since = core.runtime.clock.wall()
-        self._note_term()
+        self._emit(Elected, valid_until=keepalive.valid_until)
         self.term.on_end(self._term_ended)
-        keepalive.forget(attempt)  # which waits for nothing any more
+        keepalive.forget(attempt)  # a leader waits for nothing, so a loss need not wake it
         keepalive.bind(self.term)
+        core.leases.body_begins(keepalive)
         if settings.member is not None:
             settings.member.on_eligibility(self, self._check_eligibility)
             self._check_eligibility()
+        asyncio.get_running_loop().call_soon(self._note_beginning)
         if not watched:
             return
         # Changes of the record between its creation and this line were not noticed, so the record
@@ -100,13 +100,14 @@ class Leading:
         asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._changed)
 
     def _emit(self, event: Callable[..., Event], planned: bool = False, **fields: object) -> None:
-        """Emit an event of this term. `fields` are those that not all of them have."""
+        """Emit an event of this term. `fields` are those that only this kind of event has."""
+        made = partial(self._event, event, **fields)
+        self.attempt.core.telemetry.emit(made, planned=planned)
+
+    def _event(self, event: Callable[..., Event], **fields: object) -> Event:
         identity = {**self.attempt.settings.identity, "election": self.attempt.label}
         token, lease = self.term.token, self.attempt.keepalive.lease.id
-        self.attempt.core.telemetry.emit(
-            event(**identity, token=token, lease=lease, **fields),
-            planned=planned,
-        )
+        return event(**identity, token=token, lease=lease, **fields)
 
     def _note_term(self, until: float | None = None, end: TermEnd = "", reason: str = "") -> None:
         """Note the term in the trail of the election."""
@@ -114,6 +115,10 @@ class Leading:
         if settings.kind == "elections" and settings.trail:
             past = PastTerm(settings.name, token, self._since, until, end, reason)
             self.attempt.core.trail.note(settings.election, past)
+
+    def _note_beginning(self) -> None:
+        if self.term.state in (TermState.LEADER, TermState.UNSURE):  # else its end was noted
+            self._note_term()
 
     def _note_end(self, ended_at: float, end: TermEnd, reason: str = "") -> None:
         clock = self.attempt.core.runtime.clock
@@ -204,7 +209,7 @@ class Leading:
         self.term._lose(reason)
 
     def _term_ended(self) -> None:
-        """Any thread. A term whose body ended first is the business of `body_ended`."""
+        """Any thread. `body_ended` handles a term whose body ended first."""
         if self.term.state is TermState.LOST:
             self.attempt.core.runtime.post(self._term_lost)
 
@@ -248,7 +253,9 @@ class Leading:
         self._body_ended = True
         if self.term._conclude():
             self._emit(Resigned)
-            self._note_end(attempt.core.runtime.clock.now(), "resigned")
+            now = attempt.core.runtime.clock.now()
+            # In the next turn, which is before a session that is closed now has its trail written.
+            asyncio.get_running_loop().call_soon(self._note_end, now, "resigned")
         attempt.keepalive.forget(self.term)
         if attempt.settings.member is not None:
             attempt.settings.member.forget(self)

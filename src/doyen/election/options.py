@@ -16,7 +16,7 @@ from doyen.model import Claim, Kind, Meta, leader_key
 
 Recipe = Literal["line", "race"]
 MAX_SLOTS = 1000
-"""Of a semaphore. Who is first in line lists them all."""
+"""The most slots of a semaphore. The first candidate in line lists them all."""
 WardenForm = Literal["process", "host", "auto", "none"]
 LEAST_FROZEN_S = 0.05
 OnOverrun = Literal["report", "exit"]
@@ -166,7 +166,8 @@ class CampaignSettings(Value, kw_only=True):
     def of(
         cls, election: str, options: CampaignOptions, *, kind: Kind = "elections", slots: int = 1
     ) -> CampaignSettings:
-        """From the options that a caller gave, of which a misspelt one gets a suggestion."""
+        """The settings from the options that a caller gave. The error for a misspelt option
+        suggests a known one."""
         known = CampaignOptions.__optional_keys__
         for name in options:
             if name not in known:

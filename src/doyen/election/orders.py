@@ -112,7 +112,7 @@ async def order_transfer(
 class _GivenOrder:
     """An order that has been given: waits for changes at the record, for a limited time."""
 
-    def __init__(self, core: SessionCore, keepalive: Keepalive, wait_s: float) -> None:
+    def __init__(self, keepalive: Keepalive, wait_s: float) -> None:
         self.changed = asyncio.Event()
         self.lease = keepalive.lease.id
         self._keepalive = keepalive
@@ -146,7 +146,7 @@ async def _given(
     """
     election, kind = leader.election, leader.kind
     store, keepalive = core.store, await core.leases.own()
-    given = _GivenOrder(core, keepalive, wait_s)
+    given = _GivenOrder(keepalive, wait_s)
     watch: Watch | None = None
 
     async def watch_record() -> None:

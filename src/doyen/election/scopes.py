@@ -66,7 +66,7 @@ def candidacy_of(core: SessionCore, settings: CampaignSettings) -> Candidacy:
     """The candidacy for an election, a lock, or a slot of a semaphore."""
     if settings.kind != "semaphores":
         return Candidacy(core, settings, Claiming)
-    from doyen.manage.semaphore import SlotClaiming  # only for those who use it
+    from doyen.manage.semaphore import SlotClaiming  # only semaphores need it
 
     return Candidacy(core, settings, SlotClaiming)
 
@@ -78,8 +78,8 @@ def exit_term(candidacy: Candidacy) -> bool:
 
 
 def left_in_child(candidacy: Candidacy, error: BaseException | None) -> bool:
-    """Whether the body has ended in the child of a fork, where it ends nothing. A body that does
-    not know this gets an error, and one that exits may exit."""
+    """Whether the body has ended in the child of a fork, where its end has no effect on the term.
+    Raises `SessionClosed`, unless the body is left by an exception such as `SystemExit`."""
     if candidacy.core.runtime.pid == os.getpid():
         return False
     _forget_body(candidacy)
@@ -263,9 +263,10 @@ class _HeldLock(Generic[C]):
         entered.append((self._holder(), campaign))
 
     def _take(self, entered: list[tuple[object, C]], *, newest: bool = False) -> C:
-        """Take out the campaign that this holder entered, else another's: the first, or the newest.
-        A holder that lost a lock may be at work when the next one has it, and each has to hear of
-        its own. A scope may be left by another task or thread than entered it, as test fixtures
+        """Remove and return the campaign that this holder entered; if it entered none, that of
+        another holder, the first or the newest. A holder that lost the lock may still be at work
+        when the next one has it, and the release by each has to report its own loss. A scope may be
+        left by another task or thread than the one that entered it, as scopes of test fixtures
         are."""
         holder = self._holder()
         while held := entered[::-1] if newest else entered[:]:
@@ -337,7 +338,7 @@ class Lock(_HeldLock[Campaign]):
         await self._take(self._acquired).leave()
 
     async def locked(self) -> bool:
-        """Whether anybody holds the lock, read from the store."""
+        """Whether the lock is held, read from the store."""
         return await self._core.runtime.do(self._reading()) is not None
 
 
@@ -467,7 +468,7 @@ class BlockingLock(_HeldLock[BlockingCampaign]):
         self._take(self._acquired).leave()
 
     def locked(self) -> bool:
-        """Whether anybody holds the lock, read from the store."""
+        """Whether the lock is held, read from the store."""
         return self._core.thread.do_blocking(self._reading()) is not None
 
 

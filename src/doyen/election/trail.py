@@ -7,10 +7,10 @@ depends on the trail: a term whose leader was killed has no end in it, and one w
 not reach the store may be missing.
 
 A handover does not wait for these writes: they begin a moment after it, first that of the leader
-that has ended, then that of the next, so that they do not meet. A leader that wrote last when its
-term began need not read the trail again when it ends. So a handover costs three requests more. They
-do not wait for the disk of a local store, which would keep the next leader from writing. While a
-session begins or ends hundreds of terms, few trails are written; the others follow.
+that has ended, then that of the next, so that they do not compete. A leader that wrote last when
+its term began need not read the trail again when it ends. So a handover costs three requests more.
+They do not wait for the disk of a local store, which would keep the next leader from writing. While
+a session begins or ends hundreds of terms, few trails are written; the others follow.
 
 Terms are merged by their token, so leaders that write at the same time, or late, lose nothing of
 one another: each reads, merges, and replaces exactly what it has read. The trail is bounded: by
@@ -47,7 +47,7 @@ WRITERS = 4
 """How many trails a session writes at a time. They are not urgent and must not delay other
 calls."""
 AFTER_END_S, AFTER_BEGINNING_S = 0.05, 0.1
-"""When the end and the beginning of a term are written, counted from then."""
+"""How long after the end, and after the beginning, of a term it is written."""
 KNOWN = 100
 """How many trails a session keeps in memory."""
 ATTEMPTS = 5
@@ -99,8 +99,7 @@ class TrailKeeper:
             writer.add_done_callback(self._writers.pop)
 
     async def flush(self) -> None:
-        """Give what is due a request timeout to be written, at once, and accept no more
-        failures."""
+        """Write what is due now, within one request timeout. A write that fails is not retried."""
         self._closing.set()
         for election in list(self._timers):
             self._begin(election)
@@ -143,7 +142,8 @@ class TrailKeeper:
                 await self._closing.wait()
 
     def _next(self) -> str | None:
-        """An election that no other writer is at work on; that one writes what is due then."""
+        """An election that no other writer is at work on. That writer takes up what has become due
+        meanwhile."""
         return next((each for each in self._ready if each not in self._writing), None)
 
     async def _merge(self, election: str, terms: Iterable[PastTerm]) -> None:
@@ -198,7 +198,7 @@ def _raw(term: PastTerm) -> dict[str, Any]:
 
 
 def decode_trail(value: bytes) -> tuple[PastTerm, ...]:
-    """The terms of a trail; what is none of it is passed over."""
+    """The terms of a trail. Anything else in the value is skipped."""
     terms = []
     try:
         listed = json.loads(value)["terms"]

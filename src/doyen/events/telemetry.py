@@ -7,7 +7,8 @@ a sink raises, that is logged, and the sink is called again for the next event.
 
 Each sink receives the events of a session in the order in which they were emitted. The session
 waits until the audit log has written an event that other processes may act on (`Event.awaited`), as
-long as the log keeps up. So a process that is killed right after it resigned has recorded that.
+long as the log keeps up: its loop does, within an allowance, and beyond that what gives up a record
+or a lease. So a process that is killed right after it resigned has recorded that.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ QUEUED = 8192
 """The greatest number of events in the queue of one sink."""
 FLUSH_S = 1.0
 """How long the end of a session, and the end of the process, wait for queues to empty."""
+SOON_S = 0.001
 AWAIT_S = 0.025
 AWAIT_SHARE = 0.05
 """How long doyen's loop waits for audit logs: at most `AWAIT_S` at once, and at most this share of
-its time."""
+its time. What is given up waits for as long again, and the loop does not."""
 
 
 class DirectOutlet:
@@ -60,6 +62,9 @@ class DirectOutlet:
 
     def flush(self, within_s: float) -> bool:
         return True
+
+    async def delivered(self, within_s: float) -> None:
+        pass
 
     async def close(self, within_s: float) -> None:
         self._finish()
@@ -129,6 +134,7 @@ class DeliveryQueue(Generic[T]):
         self._closing = False
         self._ended = False
         self._on_end: list[Callable[[], None]] = []
+        self._on_idle: dict[LoopEvent, None] = {}
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -166,6 +172,19 @@ class DeliveryQueue(Generic[T]):
         with self._changed:
             return self._changed.wait_for(self._idle, within_s)
 
+    async def delivered(self, within_s: float) -> None:
+        """The same, without blocking the loop."""
+        idle = LoopEvent()
+        with self._changed:
+            if self._idle():
+                return
+            self._on_idle[idle] = None
+        try:
+            await idle.set_within(within_s)
+        finally:
+            with self._changed:
+                self._on_idle.pop(idle, None)
+
     def _idle(self) -> bool:
         return not self._delivering and not self._backlog
 
@@ -175,6 +194,8 @@ class DeliveryQueue(Generic[T]):
                 self._delivering = False
                 if not self._backlog:
                     self._changed.notify_all()
+                    for idle in self._on_idle:
+                        idle.set_soon()
                     if self._closing:
                         break
                     self._changed.wait()
@@ -277,21 +298,64 @@ class Telemetry:
         audit: Outlet | None = None,
         outlet: Callable[[Sink], Outlet] = DirectOutlet,
         allowance: WaitAllowance | None = None,
+        threads: bool = False,
     ) -> None:
         """`outlet` makes the outlet of each of the `sinks`. `audit` is the outlet of the audit log,
-        for which awaited events wait within the `allowance`."""
+        for which awaited events wait within the `allowance`. `threads`: the sinks, and the handlers
+        of `logging`, are called on threads of their own."""
         self._clock = clock
         self._session = session
         self._audit = audit
         self._outlets = [*([audit] if audit else []), *map(outlet, sinks)]
+        self._soon = threads and audit is None
         self._pid = os.getpid()
         self._allowance = allowance or WaitAllowance(clock)
         self._log = LogReporter()
+        self._due: deque[Callable[[], None]] = deque()
+        """What is done in a moment: deliveries, and what follows them."""
+        self._delivering = threading.Lock()
+        """Held by the thread that delivers what is due, so that the order is kept."""
 
-    def emit(self, event: Event, *, planned: bool = False) -> None:
-        """Deliver an event. May be called on any thread; blocks for an awaited event only, and for
-        `AWAIT_S` at most. A `planned` event is logged at level info, not as a warning."""
-        record = Record(event, self._clock.now(), self._clock.wall(), self._session, self._pid)
+    def emit(self, event: Event | Callable[[], Event], *, planned: bool = False) -> None:
+        """Deliver an event, or one that is made when it is delivered. May be called on any thread;
+        blocks for an awaited event only, and for `AWAIT_S` at most. A `planned` event is logged at
+        level info, not as a warning.
+
+        On a loop, an event without an audit log is delivered after `SOON_S`, or before the next
+        event of another thread. Delivery wakes threads, which would compete with what is urgent
+        now.
+        """
+        now, wall = self._clock.now(), self._clock.wall()
+        self._do_in_turn(lambda: self._deliver(event, now, wall, planned))
+
+    def _do_in_turn(self, act: Callable[[], None]) -> None:
+        """Do it after what is due."""
+        if not self._soon:
+            act()
+            return
+        self._due.append(act)
+        try:
+            # For each event, since the loop may be closed before the timer of an earlier one.
+            asyncio.get_running_loop().call_later(SOON_S, self._deliver_due)
+        except RuntimeError:  # no loop runs on this thread
+            self._deliver_due()
+
+    def _deliver_due(self, within_s: float = 0.0) -> None:
+        """Do what is due. If another thread does this, it also does what was added since;
+        `within_s` is how long to wait for it."""
+        while self._due and self._delivering.acquire(timeout=within_s):
+            try:
+                while self._due:
+                    self._due.popleft()()
+            finally:
+                self._delivering.release()
+
+    def _deliver(
+        self, event: Event | Callable[[], Event], at: float, wall: float, planned: bool
+    ) -> None:
+        if not isinstance(event, Event):
+            event = event()
+        record = Record(event, at, wall, self._session, self._pid)
         self._log.report(record, planned=planned)
         for outlet in self._outlets:
             outlet.put(record)
@@ -300,15 +364,28 @@ class Telemetry:
 
     def left(self, *, election_kind: str, election: str, name: str) -> None:
         """A candidate ended its campaign, which no event says if it was never elected."""
-        self._log.left(election_kind, election, name)
+        self._do_in_turn(lambda: self._log.left(election_kind, election, name))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the audit log, if there is one, has written every event."""
+        return self._audit is None or self._audit.flush(0.0)
+
+    async def written(self) -> None:
+        """Wait until the audit log has written every event, for `AWAIT_S` at most, without blocking
+        the loop. What ends in the log is given up after this."""
+        if self._audit is not None and not self.is_written:
+            await self._audit.delivered(AWAIT_S)
 
     def flush(self, within_s: float = FLUSH_S) -> None:
         """Block until every sink has received all events, for `within_s` per sink at most."""
+        self._deliver_due(within_s)
         for outlet in self._outlets:
             outlet.flush(within_s)
 
     async def close(self) -> None:
         """Accept no more events, and wait `FLUSH_S` at most for delivery."""
+        self._deliver_due(FLUSH_S)
         await asyncio.gather(*(outlet.close(FLUSH_S) for outlet in self._outlets))
 
 

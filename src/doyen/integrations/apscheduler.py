@@ -9,12 +9,12 @@
 The scheduler is started paused, resumed when this process is elected, and paused when its term
 ends. The rules are those of `doyen.integrations.background`, and these:
 
-- Jobs that run when the term ends are finished, not cancelled. Nobody else is elected before that,
-  unless it takes longer than the stop budget: a long job has to look at `leader.leads`.
-- With a job store that processes share, such as a database, a run that was due while nobody led is
-  made up for, within `misfire_grace_time`, and none is made twice. A job store in memory does not
-  know what other processes have run, so runs that were due before this process was elected are left
-  out. A job that runs once (`date`) is run by the first leader that has it.
+- Jobs that run when the term ends are finished, not cancelled. No other candidate is elected before
+  that, unless it takes longer than the stop budget: a long job has to look at `leader.leads`.
+- With a job store that processes share, such as a database, a run that was due while there was no
+  leader is made up for, within `misfire_grace_time`, and none is made twice. A job store in memory
+  does not know what other processes have run, so runs that were due before this process was elected
+  are left out. A job that runs once (`date`) is run by the first leader that has it.
 
 For APScheduler 3; needs the extra `apscheduler`.
 """
@@ -52,7 +52,7 @@ __all__ = ["Leadership"]
 
 log = logging.getLogger("doyen")
 LOOK_S = 0.1
-"""How often running jobs are looked at, should their event not come."""
+"""How often running jobs are checked, in case their event does not arrive."""
 
 
 class SchedulerLeadership(BackgroundLeadership):
@@ -138,10 +138,10 @@ class _Jobs:
         try:
             self._scheduler.pause()
         except SchedulerNotRunningError:
-            self.shut_down.wait()  # that waits for jobs, unless it is asked not to
+            self.shut_down.wait()  # a shutdown waits for jobs by default
             return
         with self._scheduler._jobstores_lock:
-            pass  # jobs that were being submitted, are
+            pass  # wait for jobs that are being submitted
         while self._running():
             self._ended.wait(LOOK_S)
             self._ended.clear()

@@ -36,12 +36,12 @@ from doyen.integrations.forwarding import (
     RefuseRequest,
     SendTo,
     ServeHere,
-    ambiguous,
     framed,
+    malformed,
     returned,
     without_doyen,
 )
-from doyen.integrations.network import UNSENT, Network
+from doyen.integrations.network import UNSENT, UNWRITTEN, Network
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -81,8 +81,8 @@ class LeaderMiddleware:
             await self._lifespan(scope, receive, send)
         elif kind not in ("http", "websocket") or scope["path"] in self._rules.local:
             await self._app(_stripped(scope), receive, send)
-        elif kind == "http" and ambiguous(scope["headers"]):
-            await _answer(send, 400, "the length of the request is stated in more than one way")
+        elif (refused := malformed(scope["headers"], _target(scope))) is not None:
+            await _reply(scope, send, 400, refused, [])
         else:
             await self._lead_or_forward(scope, receive, send)
 
@@ -110,8 +110,8 @@ class LeaderMiddleware:
             again_s = rules.wait_s
             if isinstance(decision, SendTo):
                 if rules.redirect:
-                    location = decision.origin.encode() + target
-                    await _redirect(scope, send, location)
+                    location = (b"location", decision.origin.encode() + target)
+                    await _reply(scope, send, 307, "another leads", [location])
                     return
                 why = await self._forward(decision, scope, incoming.receive, send)
                 if why is None:
@@ -141,7 +141,7 @@ class LeaderMiddleware:
 
         async def sending(message: Message) -> None:
             nonlocal started, ended
-            term.check()  # nothing is answered after the term
+            term.check()  # no response is sent after the term
             started = started or message["type"] == "http.response.start"
             ended = message["type"] == "websocket.close" or (
                 message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -213,7 +213,7 @@ class LeaderMiddleware:
             return exchange.result()
         if not gone.cancelled():
             gone.result()
-            return None  # nobody waits for an answer
+            return None  # the client has gone
         log.warning("%s", log_line(event="forwarding_failed", to=to.origin, error="replaced"))
         await passing.fail(502, "the leader was replaced before it answered")
         return None
@@ -279,9 +279,12 @@ class _PassedRequest:
             ),
             headers=headers,
             content=self._body.chunks() if has_body else b"",
-            extensions={"timeout": self._timeouts},
+            extensions={"timeout": self._timeouts, "trace": self._trace},
         )
-        self._started = False
+        self._started = self._unwritten = False
+
+    async def _trace(self, event: str, info: object) -> None:
+        self._unwritten = self._unwritten or event.endswith(UNWRITTEN)
 
     async def run(self) -> str | None:
         try:
@@ -306,7 +309,10 @@ class _PassedRequest:
         except httpcore2.TimeoutException as error:
             await self.fail(504, "the leader did not answer in time", error)
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            await self.fail(502, "the leader did not answer", error)
+            if self._unwritten and isinstance(error, httpcore2.LocalProtocolError):
+                await _answer(self._send, 400, f"not executed: it cannot be passed on: {error}")
+            else:
+                await self.fail(502, "the leader did not answer", error)
         return None
 
     async def client_gone(self) -> None:
@@ -370,7 +376,7 @@ class _Body:
 class LeaderRoute:
     """Answers 200 while this process leads and 503 otherwise, for load balancers.
 
-    It is not a readiness probe: a process that does not lead is ready all the same.
+    It is not a readiness probe: a process that does not lead is ready too.
     """
 
     def __init__(self, view: LeaderView) -> None:
@@ -392,23 +398,22 @@ def _target(scope: Scope) -> bytes:
     path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
     root = scope.get("app_root_path", scope.get("root_path", "")).encode()
     query: bytes = scope.get("query_string", b"")
-    return path.partition(b"?")[0].removeprefix(root) + (b"?" + query if query else b"")
+    path = path.partition(b"?")[0]
+    inner = path.removeprefix(root)
+    if inner.startswith(b"/"):  # otherwise the prefix is a part of a longer name, or all
+        path = inner
+    return path + (b"?" + query if query else b"")
 
 
 async def _refuse(scope: Scope, send: SendMessage, why: RefuseRequest) -> None:
-    text, again = f"not executed: {why.why}", [(b"retry-after", b"1")]
-    if scope["type"] == "websocket":
-        await deny(scope, send, why.status, text, again)
-    else:
-        await _answer(send, why.status, text, again)
+    await _reply(scope, send, why.status, f"not executed: {why.why}", [(b"retry-after", b"1")])
 
 
-async def _redirect(scope: Scope, send: SendMessage, location: bytes) -> None:
-    headers = [(b"location", location)]
+async def _reply(scope: Scope, send: SendMessage, status: int, text: str, headers: Headers) -> None:
     if scope["type"] == "websocket":
-        await deny(scope, send, 307, "another leads", headers)
+        await deny(scope, send, status, text, headers)
     else:
-        await _answer(send, 307, "another leads", headers)
+        await _answer(send, status, text, headers)
 
 
 async def deny(scope: Scope, send: SendMessage, status: int, text: str, headers: Headers) -> None:

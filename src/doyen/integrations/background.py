@@ -16,12 +16,12 @@
   their workers then. Nothing is connected and no thread is started before `open`, and what a parent
   has opened is closed for its children, which open for themselves.
 - The tasks run while this process leads, each on a thread of its own. A thread cannot be
-  interrupted, so a task has to look at `term.valid`. Nobody else is elected before all have
+  interrupted, so a task has to look at `term.valid`. No other candidate is elected before all have
   returned, unless that takes longer than the stop budget.
 - A task may return; leadership goes on. `LeadershipLost` and `StaleToken` end the term, and the
   process campaigns again. Any other exception is a failure: the process resigns, so that another
-  takes over, and campaigns no more; `failure` tells. With `on_failure="exit"` the process ends as
-  on SIGTERM.
+  takes over, and campaigns no more; `failure` has that exception. With `on_failure="exit"` the
+  process ends as on SIGTERM.
 - SIGTERM releases the term at once, before a handler of the server is called, which may wait for
   requests first. Without a handler, `doyen.lease.lifetime` does it while the main thread runs on,
   and the process ends then.
@@ -272,11 +272,12 @@ class _Life:
         self._restore()
 
     def _close_when_asked(self) -> None:
-        """A signal handler and a task ask, and neither can wait."""
+        """Close when that is requested by a signal handler or a task, which cannot wait for the
+        end."""
         self._asked.get()
         with contextlib.suppress(Exception):  # logged, and known as `failure`
             self._candidate.close()
-        with contextlib.suppress(DoyenError):  # the session is closed all the same
+        with contextlib.suppress(DoyenError):  # the session is closed anyway
             self._following.close()
         self.session.close()
 
@@ -294,7 +295,7 @@ class _Life:
         self.leading.set()
 
     def _end(self, term: Term) -> None:
-        """Nobody else is elected before this returns."""
+        """No other candidate is elected before this returns."""
         self.leading.clear()
         term._conclude()  # if it is not lost, but given up
         begun, self._begun = self._begun, []
@@ -342,7 +343,7 @@ def close_all() -> None:
 
 def _after_fork_in_child() -> None:
     for each in _made:
-        each._opening = threading.Lock()  # a thread that no longer exists may have held it
+        each._opening = threading.Lock()  # a thread of the parent may have held it
         if each._view is not None:
             each._view.forked()
 

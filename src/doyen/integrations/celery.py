@@ -5,8 +5,8 @@
 
 Start `celery beat` on every machine. The rules are those of `doyen.integrations.background`, and:
 
-- Only the leader sends tasks. One that is being sent when the term ends is sent to its end, and
-  nobody else is elected before, unless that takes longer than the stop budget.
+- Only the leader sends tasks. One that is being sent when the term ends is sent completely, and no
+  other candidate is elected before, unless that takes longer than the stop budget.
 - Celery's handler of SIGTERM and SIGINT ends the beat wherever it is, so it waits until a task that
   is being sent has been sent and recorded. After the stop budget, or a second signal, that is
   interrupted. Then the term is released, and then Celery shuts down.

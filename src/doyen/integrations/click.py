@@ -4,9 +4,9 @@
     @lead("billing", "postgresql://db/app")
     def pay() -> None: ...
 
-Start the command on every machine: one runs it, the others wait to take over. How it is
-interrupted when its term ends, and on SIGTERM, is told in `doyen.integrations.programs`. Works with
-every library that calls a function with the arguments of a command line; it imports none.
+Start the command on every machine: one runs it, the others wait to take over. How it is interrupted
+when its term ends, and on SIGTERM, is described in `doyen.integrations.programs`. Works with every
+library that calls a function with the arguments of a command line; it imports none.
 """
 
 from __future__ import annotations

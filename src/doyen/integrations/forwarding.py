@@ -3,8 +3,8 @@
 A `LeaderView` knows the leader by observation, so no request costs a read of the store. The rules:
 
 - A process serves a request only while its own term is valid. All others forward to the address in
-  the leader record, `http://host:port` or `https://host:port`, if `trust` accepts it: whoever can
-  write to the store could otherwise have requests sent anywhere.
+  the leader record, `http://host:port` or `https://host:port`, if `trust` accepts it: otherwise a
+  user who can write to the store could have requests sent anywhere.
 - A forwarded request carries the token of the leader that it is meant for, and how often it was
   forwarded, signed with a secret that all processes share. A leader serves requests for its own and
   for earlier terms. A request for a later term is not executed: there is a later leader. Headers
@@ -58,7 +58,7 @@ AGAIN_S = 0.2
 """How long to wait before a leader that refused a connection is tried again."""
 FORWARDED_WAIT_S = 1.0
 """How long a request that was forwarded waits. A new leader may be known to others before it
-serves, and a former one may hear of its successor later than others."""
+serves, and a former one may be notified of its successor later than others."""
 LAST_WORDS_S = 2.0
 """How long a leader that has been replaced may take to answer."""
 IDLE_S = 1.0
@@ -102,9 +102,13 @@ class SendTo(NamedTuple):
     """How often it has been forwarded then."""
 
     @property
-    def origin(self) -> str:
+    def netloc(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{host}:{self.port}"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.scheme}://{self.netloc}"
 
 
 class WaitForLeader(NamedTuple):
@@ -355,12 +359,14 @@ class ForwardingRules:
         term, leader = self.view.term, self.view.leader
         if term is not None and term.valid:
             if forwarded is not None and forwarded.token > term.token:
-                return RefuseRequest(503, "it is for a later leader than this process knows of")
+                return RefuseRequest(
+                    503, "the request is for a later leader than this process knows of"
+                )
             return ServeHere(term)
         hops = 0 if forwarded is None else forwarded.hops
         if hops >= MAX_HOPS:
             return RefuseRequest(
-                508, f"it was forwarded {hops} times, and this process does not lead"
+                508, f"the request was forwarded {hops} times, and this process does not lead"
             )
         if leader is None:
             return WaitForLeader("there is no leader")
@@ -431,6 +437,8 @@ class ForwardingRules:
         token, hops = send.leader.token, send.hops
         kept = passed_on(headers)
         names = {name for name, _ in kept}
+        if b"host" not in names:  # HTTP/1.0 does not require it
+            kept.append((b"host", send.netloc.encode()))
         if body and b"content-length" not in names:
             kept.append((b"transfer-encoding", b"chunked"))
         if client:
@@ -457,8 +465,17 @@ def signed(target: bytes) -> bytes:
 
 
 def without_doyen(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The headers without those that only doyen may set."""
-    return [(name, value) for name, value in headers if not name.startswith(b"doyen-")]
+    """The headers without those that only doyen may set. WSGI has `_` where a name has `-`, so that
+    an application would take `doyen_token` for the token.
+
+    >>> without_doyen([(b"doyen-token", b"7"), (b"doyen_token", b"7"), (b"host", b"h")])
+    [(b'host', b'h')]
+    """
+    return [
+        (name, value)
+        for name, value in headers
+        if not name.replace(b"_", b"-").startswith(b"doyen-")
+    ]
 
 
 def passed_on(headers: Headers) -> Headers:
@@ -487,8 +504,13 @@ def framed(headers: Headers) -> bool:
     return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
 
 
-def ambiguous(headers: Headers) -> bool:
-    """Whether the length of the body is stated in two ways, of which servers may believe either."""
+def malformed(headers: Headers, target: bytes) -> str | None:
+    """Why a request is answered 400: the length of its body is stated in two ways, and servers
+    differ in which one they use; or its target, after an address, would be a part of another."""
     lengths = [value for name, value in headers if name == b"content-length"]
     coded = any(name == b"transfer-encoding" for name, _ in headers)
-    return len(lengths) > 1 or (bool(lengths) and (coded or not lengths[0].isdigit()))
+    if len(lengths) > 1 or (lengths and (coded or not lengths[0].isdigit())):
+        return "the length of the request is stated in more than one way"
+    if not target.startswith(b"/"):
+        return "the target of the request does not begin with /"
+    return None

@@ -4,23 +4,27 @@
 reset raises `AttributeError`. Such a stream is reported as what it is: a connection that failed, or
 that can no longer be used.
 
-`BlockingNetwork`, on threads: nothing can interrupt a thread that waits for an answer. So it waits
-in slices, and asks in between whether the leader has been replaced.
+`BlockingNetwork`, on threads: nothing can interrupt a thread that waits for an answer, or for the
+leader to accept a body. So it waits in slices, and asks in between whether the leader has been
+replaced.
 """
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import httpcore2
 
-__all__ = ["UNSENT", "BlockingNetwork", "Network"]
+__all__ = ["UNSENT", "UNWRITTEN", "BlockingNetwork", "Network"]
 
 SLICE_S = 0.5
+T = TypeVar("T")
 UNSENT = (
     httpcore2.ConnectError,
     httpcore2.ConnectTimeout,
@@ -28,6 +32,9 @@ UNSENT = (
     httpcore2.UnsupportedProtocol,
 )
 """Errors after which no byte of the request was sent."""
+UNWRITTEN = "send_request_headers.failed"
+"""How the name of httpcore's event ends. A `LocalProtocolError` after it is one of the request, of
+which no byte was sent; over HTTP/2 it may also come later."""
 
 
 class Network(httpcore2.AnyIOBackend):
@@ -77,13 +84,13 @@ class _Stream(httpcore2.AsyncNetworkStream):
 
 
 class BlockingNetwork(httpcore2.SyncBackend):
-    """Connects, and gives up an answer that is not worth waiting for."""
+    """Connects, and gives up waiting for a leader that has been replaced."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def give_up_when(self, over: Callable[[], bool]) -> None:
-        """While this thread waits for an answer, ask this from time to time."""
+        """While this thread waits for the leader, ask this from time to time."""
         self._of_thread.over = over
 
     @property
@@ -100,19 +107,38 @@ class _BlockingStream(httpcore2.NetworkStream):
         self._stream, self._network = stream, network
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._in_slices(partial(self._stream.read, max_bytes), timeout)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # By the socket, because a write of the stream does not tell how much it has sent when its
+        # time is over.
+        rest = memoryview(buffer)
+        while rest:
+            rest = rest[self._in_slices(partial(self._send, rest), timeout) :]
+
+    def _send(self, data: memoryview, timeout: float) -> int:
+        sock: socket.socket = self._stream.get_extra_info("socket")
+        try:
+            sock.settimeout(timeout)
+            return sock.send(data)
+        except TimeoutError as error:
+            raise httpcore2.WriteTimeout(str(error)) from error
+        except OSError as error:
+            raise httpcore2.WriteError(str(error)) from error
+
+    def _in_slices(self, wait: Callable[[float], T], timeout: float | None) -> T:
+        """Wait for this long in total, unless the leader has been replaced."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             left_s = until - time.monotonic()
             try:
-                return self._stream.read(max_bytes, max(0.001, min(SLICE_S, left_s)))
-            except httpcore2.ReadTimeout:
+                return wait(max(0.001, min(SLICE_S, left_s)))
+            except httpcore2.TimeoutException:
                 if left_s <= SLICE_S:
                     raise
                 if self._network.over:
+                    # Not a WriteError, after which httpcore would wait for an answer.
                     raise httpcore2.ReadError("the leader was replaced") from None
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, timeout)
 
     def close(self) -> None:
         self._stream.close()

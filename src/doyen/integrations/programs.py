@@ -7,8 +7,9 @@ For programs that know nothing of terms: commands of Django, Click and Typer. Th
 - The program is called when the process is elected. When it returns, the process resigns.
 - When the term ends first, the program is interrupted wherever it is, as by Ctrl-C: a handler that
   it installed for SIGTERM is called; without one, `Interrupted` is raised, which `except Exception`
-  does not catch. Nobody else is elected before it has ended. A program that does not end within
-  the stop budget is ended with its process (`on_overrun="exit"`). Then the process campaigns again.
+  does not catch. No other candidate is elected before it has ended. A program that does not end
+  within the stop budget is ended with its process (`on_overrun="exit"`). Then the process campaigns
+  again.
 - SIGTERM interrupts it in the same way. The process resigns when the program has ended, and exits
   with code 143. While it waits to be elected, it just leaves the line. A second SIGTERM ends it at
   once. A handler that was there before is kept, and called instead.
@@ -144,7 +145,7 @@ class _Interrupts:
     def _on_loss(self, signum: int, frame: object) -> None:
         term = self._term
         if term is None or term.valid or not self._interruptible:
-            return  # sent by somebody else, or too late
+            return  # from another sender, or too late
         handler = signal.getsignal(signal.SIGTERM)
         if callable(handler) and handler != self._on_sigterm:
             signal.raise_signal(signal.SIGTERM)  # the program knows how to stop

@@ -4,10 +4,11 @@
     scheduler.register(pay, "default", cron="0 3 * * *")
     scheduler.start()
 
-Start it on every machine. It runs on the main thread, as told in `doyen.integrations.programs`.
-Jobs that are being enqueued when the term ends, or SIGTERM comes, are enqueued first, and nobody
-else is elected before. A second signal interrupts that. The scheduler is removed from RQ's registry
-after the process has resigned, because Redis may not answer.
+Start it on every machine. It runs on the main thread, as described in
+`doyen.integrations.programs`. Jobs that are being enqueued when the term ends, or SIGTERM comes,
+are enqueued first, and no other candidate is elected before. A second signal interrupts that. The
+scheduler is removed from RQ's registry after the process has resigned, because Redis may not
+answer.
 
 The times of the last runs are kept in the store, so a successor goes on where the leader stopped:
 what was due meanwhile is enqueued at once, and nothing twice. They are written after jobs were

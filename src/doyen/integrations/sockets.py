@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.typing import Subprotocol
 
 from doyen.events.log_lines import log_line
@@ -58,10 +58,11 @@ class PassedSocket:
         send: SendMessage,
     ) -> None:
         self._to, self._scope, self._receive, self._send = to, scope, receive, send
+        self._target = target
         self._accepted = False
         client = scope.get("client")
         secure = scope.get("scheme") == "wss"
-        headers = rules.outgoing(
+        self._headers = rules.outgoing(
             to,
             scope["headers"],
             b"GET",
@@ -70,24 +71,29 @@ class PassedSocket:
             client=client and client[0],
             scheme="https" if secure else "http",
         )
-        text = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        host = text.get("host", "")
+
+    def _connect(self) -> _Connect:
+        """Raises `ValueError` or `InvalidURI` if the client's host and target are no URI."""
+        to = self._to
+        text = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers]
+        host = dict(text)["host"] or to.netloc
         if not re.fullmatch(r"[\w.:\[\]-]+", host, re.ASCII):
-            host = f"{to.host}:{to.port}"
+            raise ValueError("the Host of the request is not a host and a port")
         scheme = "wss" if to.scheme == "https" else "ws"
         # The address is separate, because the application sees the host that its client asked for.
         tls: dict[str, Any] = {"server_hostname": to.host} if scheme == "wss" else {}
-        self._connecting = _Connect(
-            f"{scheme}://{host}{target.decode('latin-1')}",
+        return _Connect(
+            f"{scheme}://{host}{self._target.decode('latin-1')}",
             host=to.host,
             port=to.port,
             **tls,
             additional_headers=[
-                (name.decode("latin-1"), value.decode("latin-1"))
-                for name, value in headers
-                if name != b"host" and not name.startswith(b"sec-websocket-")
+                (name, value)
+                for name, value in text
+                if name != "host" and not name.startswith("sec-websocket-")
             ],
-            subprotocols=[Subprotocol(each) for each in scope.get("subprotocols", ())] or None,
+            subprotocols=[Subprotocol(each) for each in self._scope.get("subprotocols", ())]
+            or None,
             compression=None,
             user_agent_header=None,
             proxy=None,
@@ -99,7 +105,13 @@ class PassedSocket:
     async def run(self) -> str | None:
         """Pass it on. Returns the reason if no byte of it was sent."""
         try:
-            leader = await self._connecting
+            connecting = self._connect()
+        except (InvalidURI, ValueError) as error:
+            text = f"not executed: it cannot be passed on: {error}"
+            await deny(self._scope, self._send, 400, text, [])
+            return None
+        try:
+            leader = await connecting
         except (ConnectionRefusedError, socket.gaierror) as error:
             return f"the leader cannot be reached: {error}"
         except InvalidStatus as error:
@@ -109,7 +121,7 @@ class PassedSocket:
             await deny(self._scope, self._send, response.status_code, body, headers)
             return None
         except (InvalidHandshake, OSError, EOFError) as error:
-            if self._connecting.unsent:  # such as no route, or no answer within CONNECT_S
+            if connecting.unsent:  # such as no route, or no answer within CONNECT_S
                 return f"the leader cannot be reached: {error}"
             log.warning("%s", log_line(event="forwarding_failed", to=self._to.origin, error=error))
             await self.fail(502, "the leader did not answer")

@@ -11,12 +11,12 @@
 
 The lifespan connects and campaigns in the background, again after each loss. The rules:
 
-- The tasks run while this process leads. They are cancelled when the term ends, and nobody else is
-  elected before they have ended, unless that takes longer than the stop budget.
+- The tasks run while this process leads. They are cancelled when the term ends, and no other
+  candidate is elected before they have ended, unless that takes longer than the stop budget.
 - A task may return; leadership goes on. `LeadershipLost` and `StaleToken` end the term, and the
   process campaigns again. Any other exception is a failure: the process resigns, so that another
-  takes over, and campaigns no more; `failure` and `health` tell, and the lifespan raises it when it
-  ends. With `on_failure="exit"` the process ends as on SIGTERM.
+  takes over, and campaigns no more; `failure` and `health` report it, and the lifespan raises it
+  when it ends. With `on_failure="exit"` the process ends as on SIGTERM.
 - The term is released when the lifespan ends. Servers end it only when all requests have been
   served, so SIGTERM releases it at once, before the handler of the server is called.
 

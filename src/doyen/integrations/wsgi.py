@@ -38,11 +38,11 @@ from doyen.integrations.forwarding import (
     RefuseRequest,
     SendTo,
     ServeHere,
-    ambiguous,
     framed,
+    malformed,
     returned,
 )
-from doyen.integrations.network import UNSENT, BlockingNetwork
+from doyen.integrations.network import UNSENT, UNWRITTEN, BlockingNetwork
 from doyen.term import Term
 
 __all__ = ["LeaderMiddleware", "LeaderRoute"]
@@ -84,9 +84,9 @@ class WSGILeaderMiddleware:
             del environ[name]
         if environ.get("PATH_INFO", "") in rules.local:
             return self._app(environ, start_response)
-        if ambiguous(headers):
-            why = "the length of the request is stated in more than one way"
-            return _answer(start_response, 400, why)
+        refused = malformed(headers, target)
+        if refused is not None:
+            return _answer(start_response, 400, refused)
         if _endless(environ):
             return _answer(start_response, 411, "the length of the request is not stated")
         until = time.monotonic() + rules.patience_s(forwarded)
@@ -95,7 +95,7 @@ class WSGILeaderMiddleware:
             decision = rules.decide(forwarded)
             if isinstance(decision, ServeHere):
                 environ["doyen.term"] = decision.term
-                return _during(decision.term, self._app(environ, start_response), start_response)
+                return self._serve(decision.term, environ, start_response)
             again_s = rules.wait_s
             if isinstance(decision, SendTo):
                 if rules.redirect:
@@ -119,12 +119,27 @@ class WSGILeaderMiddleware:
             finally:
                 self._waiting.release()
 
+    def _serve(
+        self, term: Term, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        try:
+            body = self._app(environ, start_response)
+        except Exception as error:
+            if term.valid:
+                raise
+            return _ended(term, error, start_response)
+        return _during(term, body, start_response)
+
     def _forward(
         self, to: SendTo, headers: Headers, environ: Environ, start_response: StartResponse
     ) -> tuple[Iterable[bytes] | None, str]:
         """Send the request to the leader. Returns the response, or why no byte was sent."""
         method, target = environ["REQUEST_METHOD"].encode(), _target(environ)
-        begun = False
+        begun = unwritten = False
+
+        def trace(event: str, info: object) -> None:
+            nonlocal unwritten
+            unwritten = unwritten or event.endswith(UNWRITTEN)
 
         def chunks() -> Iterator[bytes]:
             nonlocal begun
@@ -151,7 +166,7 @@ class WSGILeaderMiddleware:
                 scheme=environ.get("wsgi.url_scheme", "http"),
             ),
             content=chunks() if has_body else b"",
-            extensions={"timeout": self._rules.timeouts},
+            extensions={"timeout": self._rules.timeouts, "trace": trace},
         )
         self._network.give_up_when(self._rules.view.outlived(to.leader))
         try:
@@ -161,6 +176,9 @@ class WSGILeaderMiddleware:
                 raise
             return None, f"the leader cannot be reached: {error}"
         except _FAILED as error:
+            if unwritten and isinstance(error, httpcore2.LocalProtocolError):
+                why = f"not executed: it cannot be passed on: {error}"
+                return _answer(start_response, 400, why), ""
             return _failed(start_response, to, error), ""
         start_response(
             _status(response.status),
@@ -215,14 +233,24 @@ def _during(term: Term, body: Iterable[bytes], start_response: StartResponse) ->
         for chunk in body:
             term.check()
             yield chunk
-    except LeadershipLost:
-        # Raises the error again if the headers have been sent.
-        why = "the term ended; the request may have been carried out"
-        yield from _answer(start_response, 503, why, error=sys.exc_info())
+        term.check()  # a response may have no body
+    except Exception as error:
+        if term.valid:
+            raise
+        yield from _ended(term, error, start_response)
     finally:
         close = getattr(body, "close", None)
         if close is not None:
             close()
+
+
+def _ended(term: Term, error: Exception, start_response: StartResponse) -> Iterable[bytes]:
+    """The answer to a request whose application failed after the end of the term. Raises the error
+    again if the headers have been sent."""
+    if not isinstance(error, LeadershipLost):
+        log.warning("%s", log_line(event="request_failed", term=term), exc_info=error)
+    why = "the term ended; the request may have been carried out"
+    return _answer(start_response, 503, why, error=sys.exc_info())
 
 
 class WSGILeaderRoute:

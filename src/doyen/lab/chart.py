@@ -68,9 +68,9 @@ def write_chart(path: Path, panels: Sequence[Panel]) -> None:
         _png(path, panels)
 
 
-def svg(panels: Sequence[Panel], columns: int = 3) -> str:
+def svg(panels: Sequence[Panel]) -> str:
     """All panels in rows, as an SVG document."""
-    columns = min(columns, len(panels)) or 1
+    columns = min(3, len(panels)) or 1
     rows = ceil(len(panels) / columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * WIDTH}"'

@@ -10,11 +10,13 @@
   each lease ends within twice its ttl and `LATE_S` of the last renewal that arrived at a leader.
   After all faults have ended, the leases of dead processes end.
 - **Watches.** A client that reads over a connection is notified, at the latest with the answer, of
-  every change that its watches on this connection cover.
+  every change that its watches on this connection cover. An entry that a notification carries is
+  the one after the change of which it notifies, or a later one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -84,6 +86,7 @@ class ClientChecker:
         """By lease: when a renewal last arrived at a node that led, or had led."""
         self.watches: dict[Process, list[ObservedWatch]] = {}
         self.answers = 0
+        self.entries_carried = 0
         self.next_number: Callable[[], int] = count(1).__next__
         """Numbers that make the values of all writes different."""
 
@@ -112,6 +115,20 @@ class ClientChecker:
             f" to {self._reference.index}",
         )
 
+    def version_differed(self, start: RequestStart, key: str, version: int | None) -> None:
+        """A conditional write failed: the entry had another version, perhaps only between two
+        commands of one log entry."""
+        refused = self._reference.keyspace.refused.get((key, version or 0), ())
+        if (at := next((each for each in refused if each > start.low), None)) is not None:
+            self._answered(at)
+            return
+
+        def explains(index: int) -> bool:
+            stored = self._reference.keys.at(key, index)
+            return (stored.version if stored is not None else None) != version
+
+        self.read(start, [key], explains)
+
     def wrote(self, start: RequestStart, entry: Entry) -> None:
         written = self._reference.keyspace.written.get(version_number(entry))
         if written is None or not same_entry(entry, written.record):
@@ -121,7 +138,7 @@ class ClientChecker:
         else:
             self._answered(written.log_index)
 
-    def deleted(self, start: RequestStart, key: str, version: int) -> None:
+    def deleted(self, key: str, version: int) -> None:
         index = self._reference.keyspace.deleted.get(version)
         if index is None:
             self._world.fail(
@@ -216,6 +233,17 @@ class ClientChecker:
         return None
 
     # Watches.
+
+    def carried(self, key: str, entry: Entry, revision: int) -> None:
+        """A notification of the changes up to this revision carried the entry."""
+        reference = self._reference
+        keys, first = reference.keys, bisect_left(reference.revisions, revision)
+        self.entries_carried += 1
+        points = keys.points([key], first, reference.index)
+        if not any(same_entry(entry, keys.at(key, index)) for index in points):
+            self._world.fail(
+                "watch", f"a notification carried {key} as it was before revision {revision}"
+            )
 
     def read_answered(self, process: Process, start: RequestStart) -> None:
         """A read of this process was answered over the connection of its watches. Notifications of

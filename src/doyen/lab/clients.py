@@ -24,7 +24,8 @@ from doyen.model import Entry, Lease
 from doyen.quorum.protocol.connection import dial
 from doyen.quorum.protocol.handshake import ConnectionIdentity
 from doyen.quorum.protocol.security import Security
-from doyen.stores.port import Context, Store, open_store
+from doyen.stores.port import Context, Store, Watch, open_store
+from doyen.stores.quorum.connection import QuorumWatch
 
 GROUPS, KEYS = 5, 3
 LEASES = 2
@@ -149,14 +150,18 @@ class ClientMachine(SimulatedMachine):
     async def _watch(self, store: Store, scope: str) -> None:
         watch = ObservedWatch(scope)
         notified = asyncio.Event()
+        handle: Watch | None = None
 
         def notify() -> None:
             watch.notified_at = self.world.loop.time()
             notified.set()
+            if isinstance(handle, QuorumWatch) and (entry := store.carried(handle)) is not None:
+                self._checker.carried(scope, entry, handle.revision)
 
+        begin = store.watch_entry if scope.endswith(("/0", "/1")) else store.watch
         while True:
             try:
-                await store.watch(scope, notify)
+                handle = await begin(scope, notify)
             except StoreError:
                 await asyncio.sleep(0.2)
             else:
@@ -225,7 +230,7 @@ class ClientMachine(SimulatedMachine):
             self._checker.wrote(start, entry[0])
             self._known[key] = entry[0]
         else:
-            self._version_differed(start, key, version)
+            self._checker.version_differed(start, key, version)
 
     async def _delete(self, store: Store, key: str) -> None:
         known = self._known.pop(key, None)
@@ -235,9 +240,9 @@ class ClientMachine(SimulatedMachine):
         start = self._checker.begin()
         done = await self._ask(store.delete(key, if_version=version))
         if done:
-            self._checker.deleted(start, key, version)
+            self._checker.deleted(key, version)
         elif done is False:
-            self._version_differed(start, key, version)
+            self._checker.version_differed(start, key, version)
 
     async def _enqueue(self, store: Store, key: str) -> None:
         if not self._leases:
@@ -312,12 +317,3 @@ class ClientMachine(SimulatedMachine):
     def _entry_read(self, start: RequestStart, key: str, entry: Entry | None) -> None:
         keys = self.world.log.reference.keys
         self._checker.read(start, [key], lambda index: same_entry(entry, keys.at(key, index)))
-
-    def _version_differed(self, start: RequestStart, key: str, version: int | None) -> None:
-        """A conditional write failed: the entry must have had another version."""
-
-        def explains(index: int) -> bool:
-            stored = self.world.log.reference.keys.at(key, index)
-            return (stored.version if stored is not None else None) != version
-
-        self._checker.read(start, [key], explains)

@@ -33,7 +33,7 @@ from doyen.quorum.node.data_directory import DirectoryIdentity, read_member, wri
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.leader_calls import Answer
 from doyen.quorum.node.lease_keeper import decode_leases
-from doyen.quorum.node.membership import Members, NodeMember, initial_member
+from doyen.quorum.node.membership import FOUNDING, Members, NodeMember, initial_member
 from doyen.quorum.node.peers import Peers
 from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import KEYSPACE, USER, Command, ReplicatedMachines
@@ -199,6 +199,13 @@ class NodeMachine(SimulatedMachine):
         self.registers = Registers(world.registers.applied)
         self.snapshots = self.installs = 0
         """The number of snapshots taken and installed since the run began."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether its data directory is not that of a founder that waits for the others. Such a
+        one has promised nothing, so nothing is lost with it."""
+        member = read_member(self.files, DATA_DIRECTORY)
+        return member is not None and member.pending != FOUNDING
 
     def at(self, index: int) -> bool:
         """Whether it is up and has applied exactly the entries up to this index."""

@@ -127,7 +127,7 @@ def _fsync(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) -
 def _rate(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) -> Undo | None:
     """The clock runs slow, within the drift that the validity of terms allows for."""
     rate = 1 - DRIFT * min(1.0, fault.amount)
-    machines[0].clock.adjust(rate=rate)
+    machines[0].clock.adjust(rate)
     world.report(machines[0].name, f"has a clock that runs at {rate:g} times the true rate")
     return None
 
@@ -179,7 +179,8 @@ def _wipe(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]) ->
         return None
     world.report(machine.name, "is killed, and its data directory is emptied")
     machine.stop(power_loss=False)
-    machine.files, machine.data_lost = Files(), True
+    machine.data_lost = machine.takes_part
+    machine.files = Files()
     world.administrator.pending[machine.name] = None
     world.call_after(0.05, world.restart, machine)
 
@@ -199,7 +200,8 @@ def _rollback(world: QuorumWorld, fault: Fault, machines: list[SimulatedMachine]
     def put_back() -> None:
         world.report(machine.name, "is killed, and started on the copy of its data directory")
         machine.stop(power_loss=False)
-        machine.files, machine.data_lost = copy, True
+        machine.data_lost = machine.takes_part
+        machine.files = copy
         world.call_after(0.05, world.restart, machine)
 
     world.call_after(fault.for_s / 2, put_back)

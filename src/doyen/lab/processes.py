@@ -52,6 +52,37 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
+FAILED = "event=callback_failed"
+"""In the log line of a node that has caught an exception of its own code, and goes on."""
+
+
+class _FailedCallbacks(logging.Handler):
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        super().__init__()
+        self._failed = failed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if FAILED in record.getMessage():
+            self._failed(repr(record.exc_info[1] if record.exc_info else None))
+
+
+@contextmanager
+def failed_callbacks(failed: Callable[[str], None]) -> Iterator[None]:
+    """Call `failed` with each exception that a node catches and logs, also while all is `quiet`. Of
+    several, the last one is called."""
+    logger = logging.getLogger("doyen.quorum.node")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers = [_FailedCallbacks(failed)]
+    if not logger.isEnabledFor(logging.ERROR):
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.setLevel(before[1])
+        logger.handlers, _, logger.propagate = before
+
+
 class ProcessKilled(SystemExit):
     """Raised where a process is killed, so that nothing after it runs. It must not be caught."""
 
@@ -72,11 +103,10 @@ class MachineClock:
     def wall(self) -> float:
         return self._wall + self.now()
 
-    def adjust(self, *, rate: float | None = None, jump_s: float = 0.0) -> None:
-        self._base = self.now() + jump_s
+    def adjust(self, rate: float) -> None:
+        self._base = self.now()
         self._anchor = self._true.now()
-        if rate is not None:
-            self._rate = rate
+        self._rate = rate
 
     def step_wall(self, seconds: float) -> None:
         self._wall += seconds
@@ -222,8 +252,8 @@ def _make_task(loop: Any, coro: Any, *, context: Context | None = None) -> async
 
 
 def is_unheard(task: asyncio.Task[Any]) -> bool:
-    """Whether a task has failed and nobody has asked for its outcome yet. asyncio logs such tasks
-    when they are collected, and has no public way to find them before."""
+    """Whether a task has failed and its outcome was not retrieved yet. asyncio logs such tasks when
+    they are collected, and has no public way to find them before."""
     return task.done() and bool(task._log_traceback)
 
 

@@ -13,6 +13,7 @@ What must hold is checked after every turn of the event loop:
 - tokens increase from term to term;
 - what clients see of keys, leases and watches agrees with the log, and what was refused was not
   executed;
+- no node catches an exception of its own code;
 - a node that has lost its data directory does not take part until it was added again;
 - without faults, requests are answered (`quorum_checkers.OUTAGE_S`); and after all faults have
   ended, a candidate is elected, commands are executed, and the leases of dead processes end.
@@ -37,7 +38,14 @@ from doyen.lab.node_faults import BEGIN, DRIFT
 from doyen.lab.observer import WorldObserver
 from doyen.lab.outcome import Measurements, RunOutcome, Violation
 from doyen.lab.plan import LEADER, Fault, Plan, stream
-from doyen.lab.processes import LabLoop, Process, ProcessKilled, StreamNetwork, quiet
+from doyen.lab.processes import (
+    LabLoop,
+    Process,
+    ProcessKilled,
+    StreamNetwork,
+    failed_callbacks,
+    quiet,
+)
 from doyen.lab.protocols import Protocol, known
 from doyen.lab.quorum_checkers import (
     LogChecker,
@@ -248,7 +256,11 @@ class QuorumWorld:
         before = random.getstate()
         random.seed(self.noise)  # for the jitter of connections and stores
         try:
-            with quiet(), asyncio.Runner(loop_factory=self._make_loop) as runner:
+            with (
+                quiet(),
+                failed_callbacks(self._on_callback_failed),
+                asyncio.Runner(loop_factory=self._make_loop) as runner,
+            ):
                 runner.run(self._main())
         finally:
             random.setstate(before)
@@ -283,13 +295,17 @@ class QuorumWorld:
         elif error is not None and not isinstance(error, ProcessKilled | DoyenError):
             self.fail("defect", f"{context['message']}: {error!r}")
 
+    def _on_callback_failed(self, error: str) -> None:
+        if not self._over:
+            self.fail("defect", f"a node has caught {error}")
+
     async def _main(self) -> None:
         self._outside = copy_context()
         self._stop = self.loop.create_future()
         rng = stream(self.noise, "start")
         self.participants.create()
         for machine in self.participants:
-            machine.clock.adjust(rate=rng.uniform(1 - DRIFT, 1))
+            machine.clock.adjust(rng.uniform(1 - DRIFT, 1))
             self.call_after(rng.uniform(0.0, 0.2), machine.start)
         self._faults.schedule(self.plan.for_s)
         try:
@@ -327,6 +343,8 @@ class QuorumWorld:
         for machine in self.participants:
             machine.pending_crash = None
             machine.pending_restarts = 0
+            if isinstance(machine, NodeMachine):
+                machine.files.sync_fails = False
             machine.start()
         while self.violation is None:
             await self._wait(0.5)

@@ -29,6 +29,9 @@ LARGE = 1024
 """In version 1, a larger result of the keyspace was not kept."""
 
 
+_CONDITIONAL = (commands.Put, commands.Update, commands.Delete)
+
+
 class LoggedWrite(NamedTuple):
     """A write that took effect, and its log index."""
 
@@ -57,6 +60,8 @@ class Reference:
         self.index = 0
         self.times: list[float] = [0.0]
         """By index: when the entry was first known to be committed."""
+        self.revisions: list[int] = [0]
+        """By index: the revision after the entry."""
         self.keys = KeyHistory()
         self.keyspace = ReferenceKeyspace(slice_keys, result_value, self.keys)
         self._results: list[list[Any]] = [[]]
@@ -74,6 +79,7 @@ class Reference:
             batch = decode_batch(entry.data) if entry.kind == EntryKind.COMMANDS else []
             self._results.append([self._execute_once(command) for command in batch])
             self.keyspace.end_entry()
+            self.revisions.append(self.keyspace.revision)
 
     def _execute_once(self, command: Command) -> Any:
         """The result of a command, which is executed if it has not been before."""
@@ -197,6 +203,9 @@ class ReferenceKeyspace:
         """By version: every write that took effect."""
         self.deleted: dict[int, int] = {}
         """By version: the index at which a client deleted the entry."""
+        self.refused: dict[tuple[str, int], list[int]] = {}
+        """By key and version: the indexes at which a write that required this version failed. The
+        state between two commands of one entry may differ from that after either entry."""
         self.values: dict[bytes, int] = {}
         """How often each value was written."""
         self._ended: dict[int, list[str]] = {}
@@ -220,7 +229,11 @@ class ReferenceKeyspace:
         }
 
     def execute(self, command: Any) -> commands.Result:
-        return self._commands[type(command)](command)
+        result = self._commands[type(command)](command)
+        if type(result) is commands.ConditionFailed and type(command) in _CONDITIONAL:
+            at = (command.key, command.if_version)
+            self.refused.setdefault(at, []).append(self.index)
+        return result
 
     def end_entry(self) -> None:
         """All commands of the current entry have been executed."""

@@ -125,7 +125,8 @@ def _check_kinds(world: str, kinds: Sequence[str]) -> None:
             raise ConfigError(f"the fault sequence {kind!r} is for bare cores: leave --world out")
         if kind not in (*available, *FAULT_SEQUENCES):
             raise ConfigError(
-                f"unknown fault {kind!r} in the world {world!r}: choose of {', '.join(available)}"
+                f"unknown fault {kind!r} in the world {world!r}: choose one of"
+                f" {', '.join(available)}"
             )
 
 
@@ -271,10 +272,10 @@ def _hunt_some(
     return progress, failed
 
 
-def reduce(plan: Plan, protocol: Protocol | None = None, tries: int = 300) -> FoundFailure:
+def reduce(plan: Plan, protocol: Protocol | None = None) -> FoundFailure:
     """Reduce a plan that fails to the smallest that fails in the same way."""
     protocol = protocol or known(plan.protocol)
-    smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=tries)
+    smallest, _ = shrink(lambda each: _run(each, protocol), plan, tries=300)
     outcome, narration = narrate(smallest, protocol)
     return FoundFailure(outcome=outcome, narration=narration)
 
@@ -392,20 +393,18 @@ def hunt_mutant(
     variant: Protocol | Making,
     limit_s: float = 60.0,
     *,
-    protocol: str = "raft",
-    world: str = "cores",
     faults: str | Iterable[str] = "all",
     for_s: float = FOR_S,
     first: int = 0,
 ) -> tuple[int, RunOutcome] | None:
     """The first seed on which a variant of a core or a disk fails, and the outcome."""
     if not isinstance(variant, Protocol):
-        variant = known(protocol).replace(make=variant)
+        variant = known("raft").replace(make=variant)
     kinds = kinds_of(faults)
     until = time.monotonic() + limit_s
     seed = first
     while time.monotonic() < until:
-        plan = plan_for(world, variant.name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
+        plan = plan_for("cores", variant.name, nodes_for(seed), seed, kinds=kinds, for_s=for_s)
         outcome = _run(plan, variant)
         if not outcome.ok:
             return seed, outcome

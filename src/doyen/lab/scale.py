@@ -259,16 +259,15 @@ def holdings(count: int, one_way_s: float) -> list[Cost]:
 def measure(
     sizes: Sequence[int] = SIZES,
     *,
-    race_to: int = 1_000,
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cost]:
-    """Measure everything. A race wakes all candidates, so it is measured up to `race_to` only."""
+    """Measure everything. A race wakes all candidates, so it is measured up to 1,000 only."""
     costs = []
     for name, one_way_s in DISTANCES.items():
         for size in sizes:
             progress(f"{name}: {size:,} candidates, then as many elections")
             costs += crowd(size, one_way_s)
-            if size <= race_to:
+            if size <= 1_000:
                 costs += crowd(size, one_way_s, "race")
             costs += holdings(size, one_way_s)
     return costs

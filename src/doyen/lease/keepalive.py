@@ -161,8 +161,8 @@ class LeaseValidity:
             self.valid_until = NEVER
             terms, self._terms = self._terms, {}
             listeners, self._listeners = self._listeners, {}
-        # Bodies learn it first. What else is to be done wakes doyen's thread, which would compete
-        # with theirs for the interpreter.
+        # Bodies are told first. The other listeners wake doyen's thread, which would compete with
+        # theirs for the interpreter.
         for term in terms.values():
             term._lose(reason)
         event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)

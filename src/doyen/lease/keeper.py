@@ -14,9 +14,10 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from doyen._waiting import BackgroundTasks
+from doyen._waiting import Admission, BackgroundTasks
 from doyen.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
@@ -65,7 +66,7 @@ class StoreCalls:
         self._clock = clock
         self.failing = False
         """The last call that ended did so without a response of the store."""
-        self._admission = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._admission = Admission(CALLS_AT_ONCE)
 
     async def call(self, request: Awaitable[T]) -> T:
         """Make one store call.
@@ -73,10 +74,8 @@ class StoreCalls:
         Its timeout begins when it is admitted. If it began earlier, thousands of simultaneous
         calls would wait for one another until all of them had timed out.
         """
-        if self._admission.locked():
+        if not self._admission.enter_now():
             await self._wait_for_admission(request)
-        else:
-            await self._admission.acquire()  # returns at once
         sent_at = self._clock.now()
         try:
             async with asyncio.timeout(self.timing.request_timeout_s):
@@ -93,12 +92,12 @@ class StoreCalls:
                 f"the store did not answer within {self.timing.request_timeout_s:.3g} s"
             ) from error
         finally:
-            self._admission.release()
+            self._admission.leave()
 
     async def _wait_for_admission(self, request: Awaitable[Any]) -> None:
         try:
             async with asyncio.timeout(self.timing.ttl_s):
-                await self._admission.acquire()
+                await self._admission.enter()
         except BaseException as error:
             if isinstance(request, Coroutine):
                 request.close()
@@ -169,8 +168,8 @@ class Reachability:
     registers no watch. That observer is notified after two ttls of failures, since a store that
     loses many calls may lose some in a row.
 
-    A process that was stopped, or whose machine was suspended, could not hear any answer meanwhile:
-    that time does not count.
+    A process that was stopped, or whose machine was suspended, could not receive an answer
+    meanwhile: that time does not count.
     """
 
     def __init__(self, calls: StoreCalls, clock: Clock, tasks: BackgroundTasks) -> None:
@@ -211,7 +210,7 @@ class Reachability:
             return
         now, ttl_s = self._clock.now(), self._calls.timing.ttl_s
         failures = self._failing.setdefault(observer, _Failures(now))
-        # The time of a suspended machine counts little.
+        # The machine may have been suspended, so a long gap counts for half a ttl only.
         failures.total_s += min(now - failures.last_at, ttl_s / 2)
         failures.last_at = now
         if failures.total_s >= 2 * ttl_s and not failures.reported and not self.lost:
@@ -248,7 +247,8 @@ class Reachability:
         failed_after = -1.0
         """The last answer before a check failed."""
         awake_until = math.inf
-        """When this was to go on, at the latest."""
+        """When the sleep or call under way should have ended. A much later end means that the
+        process was suspended."""
         while True:
             timing = self._calls.timing
             if self._clock.now() > awake_until + timing.ttl_s / 3 and not self.lost:
@@ -275,7 +275,8 @@ class Reachability:
             except TimeoutError:
                 self._error = self._error or "the store does not answer"
             except StoreError as error:
-                # Each observer finds out by its own calls, and one that waits makes none.
+                # Observers get the error by their own calls, and one that waits makes none: wake
+                # all.
                 log.debug("%s", log_line(event="check_failed", error=error))
                 for observer in list(self._observers):
                     observer.read_again()
@@ -295,7 +296,8 @@ class Reachability:
 
     @property
     def _last(self) -> float:
-        """The last answer; before the first, since when there have been observers."""
+        """When the store last answered or, if that is later, since when there have been
+        observers."""
         return max(self._began_at, self._answered_at or 0.0)
 
     async def _read(self) -> None:
@@ -339,10 +341,15 @@ class LeaseKeeper:
         self._bodies_left = False
         """The session was closed, and a body had not ended by then."""
 
+    def held(self) -> Keepalive | None:
+        """The keepalive that campaigns share, if its lease is valid."""
+        lost = self._shared is None or self._shared.lose_if_expired()
+        return None if lost else self._shared
+
     async def shared(self) -> Keepalive:
-        """The keepalive that campaigns share; a new one on a new lease if the last was lost."""
-        if self._shared is not None and not self._shared.lose_if_expired():
-            return self._shared
+        """The same; a new one on a new lease if there is none."""
+        if (held := self.held()) is not None:
+            return held
         async with self._granting:
             if self._shared is None or self._shared.lost_because is not None:
                 self._shared = await self._grant()
@@ -412,6 +419,11 @@ class LeaseKeeper:
         self._idle.clear()
         keepalive.bodies += 1
         if keepalive.bodies == 1:
+            # Only after the body was told: the watchdog's thread would compete with the body's.
+            self._runtime.after_reply(partial(self._watch, keepalive))
+
+    def _watch(self, keepalive: Keepalive) -> None:
+        if keepalive.bodies:
             self._runtime.watch(keepalive)
 
     def body_ended(self, keepalive: Keepalive) -> None:
@@ -435,6 +447,7 @@ class LeaseKeeper:
         """End a lease. With `until_done`, retry for as long as the store is unavailable: a store
         that has been restarted may give all leases their full ttl again, and candidates would
         wait for this one to expire."""
+        await self._telemetry.written()
         while True:
             try:
                 await self._calls.call(self._calls.store.revoke(keepalive.lease))

@@ -4,7 +4,7 @@ Code that blocks the caller's loop cannot delay renewals, because they run on th
 classes reach it through a `ThreadRuntime`; tests and the lab use `InlineRuntime`, where everything
 shares one (virtual-time) loop.
 
-Nothing that reports blocks the loop: sinks have queues and threads of their own, and so have the
+Reporting never blocks the loop: sinks have queues and threads of their own, and so have the
 handlers of `logging` (see `doyen.events.telemetry`).
 """
 
@@ -14,13 +14,15 @@ import asyncio
 import os
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from doyen._waiting import log_failure, outlast, retrieve, shared
+from doyen._waiting import LoopCalls, log_failure, outlast, retrieve, shared
 from doyen.events import Sink, merge_gap
 from doyen.events.telemetry import DeliveryQueue, DirectOutlet, LogRelay, Outlet, WaitAllowance
 from doyen.lease.clock import Clock, SystemClock
@@ -31,7 +33,11 @@ __all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "Watchdog"]
 T = TypeVar("T")
 
 ADMITTED = 64
-"""How many new pieces of work begin in one turn of doyen's loop."""
+"""How many calls of other threads are made in one turn of doyen's loop. Renewals do not wait behind
+a large number of them."""
+GIVE_WAY_S, GIVE_WAY_EVERY_S = 0.0001, 0.01
+"""How long doyen's loop leaves the interpreter to the thread of a new leader, and how often at
+most. It is too short to matter to a renewal."""
 SLICE_S = 0.1
 """How long after the end of a suspend a passed deadline may go unnoticed."""
 
@@ -94,8 +100,8 @@ class InlineRuntime:
     """What `ThreadRuntime` does, on the caller's loop: for virtual time. One seed gives one run."""
 
     is_process = False
-    """Whether the end of a session is the end of this process, and descriptors can be waited
-    for."""
+    """Whether sessions end with this process, and descriptors can be waited for. In a simulation
+    one process has the sessions of many simulated ones."""
 
     def __init__(self, clock: Clock, seed: int = 0) -> None:
         self.clock = clock
@@ -137,6 +143,9 @@ class InlineRuntime:
         wait = min(SLICE_S, max(0.0, keepalive.valid_until - self.clock.now()))
         self._timers[keepalive] = self._loop.call_later(wait, self.watch, keepalive)
 
+    def after_reply(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon(call)
+
     def unwatch(self, keepalive: Keepalive) -> None:
         timer = self._timers.pop(keepalive, None)
         if timer is not None:
@@ -173,6 +182,13 @@ class _Work:
         self.coroutine = coroutine
         self.on_done = on_done
 
+    def begin(self) -> None:
+        """On doyen's loop."""
+        self.task = asyncio.get_running_loop().create_task(self.coroutine)
+        self.task.add_done_callback(self.on_done)
+        if self.cancelled:
+            self.task.cancel()
+
     def cancel(self) -> None:
         """On doyen's loop."""
         self.cancelled = True
@@ -180,38 +196,63 @@ class _Work:
             self.task.cancel()
 
 
-def _reply(
-    loop: asyncio.AbstractEventLoop, result: asyncio.Future[T], task: asyncio.Task[T]
+async def _replied(
+    work: Coroutine[Any, Any, T], reply: Callable[[T], None], then: Callable[[], None]
 ) -> None:
-    """Hand the outcome of a task to the caller's loop."""
-    retrieve(task)
-    try:
-        loop.call_soon_threadsafe(_settle, result, task)
-    except RuntimeError:
-        pass  # the caller's loop has been closed
+    """Run `work`, and reply with its result before anything else is done on this loop, because
+    other work would compete with the caller's thread for the interpreter. Call `then` in the same
+    step, because other work may hang."""
+    reply(await work)
+    then()
 
 
-def _settle(result: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+def _reply(caller: LoopCalls, result: asyncio.Future[T], value: T) -> None:
+    """Hand the result of a task to the caller's loop."""
+    with suppress(RuntimeError):  # the caller's loop has been closed
+        caller.put(partial(_fulfil_once, result, value))
+
+
+def _fulfil_once(result: asyncio.Future[T], value: T) -> None:
+    if not result.done():
+        result.set_result(value)
+
+
+def _reply_failure(
+    caller: LoopCalls,
+    result: asyncio.Future[T],
+    work: Coroutine[Any, Any, T],
+    task: asyncio.Task[None],
+) -> None:
+    """Hand the outcome of the task that ran `work` to the caller's loop, if it is not a result."""
+    work.close()  # the task may have been cancelled before it began
+    if task.cancelled() or task.exception() is not None:
+        with suppress(RuntimeError):  # the caller's loop has been closed
+            caller.put(partial(_settle, result, task))
+
+
+def _settle(result: asyncio.Future[T], task: asyncio.Task[None]) -> None:
     if result.done():
         return
     if task.cancelled():
         result.cancel()
     elif (error := task.exception()) is not None:
         result.set_exception(error)
-    else:
-        result.set_result(task.result())
 
 
-def _settle_blocking(result: Future[T], task: asyncio.Task[T]) -> None:
-    retrieve(task)
+def _reply_blocking(result: Future[T], value: T) -> None:
+    if result.set_running_or_notify_cancel():
+        result.set_result(value)
+
+
+def _settle_blocking(
+    result: Future[T], work: Coroutine[Any, Any, T], task: asyncio.Task[None]
+) -> None:
+    work.close()
     if task.cancelled():
         result.cancel()
-    if result.set_running_or_notify_cancel():
-        error = task.exception()
-        if error is None:
-            result.set_result(task.result())
-        else:
-            result.set_exception(error)
+        result.set_running_or_notify_cancel()
+    elif (error := task.exception()) is not None and result.set_running_or_notify_cancel():
+        result.set_exception(error)
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
@@ -261,9 +302,12 @@ class ThreadRuntime:
         self.audit_wait = WaitAllowance(self.clock)
         self._users = 0
         self._loop = asyncio.new_event_loop()
-        self._intake: deque[_Work] = deque()
-        self._intake_lock = threading.Lock()
+        self._calls = LoopCalls(self._loop, ADMITTED)
+        self._callers = threading.local()
+        """The loop of each thread, and the calls that it is to make."""
         self._log = LogRelay()
+        self._after_reply: deque[Callable[[], None]] = deque()
+        self._gave_way_at = 0.0
         self._watchdog = Watchdog(self.clock)
         self.watch = self._watchdog.watch
         self.unwatch = self._watchdog.unwatch
@@ -332,9 +376,8 @@ class ThreadRuntime:
 
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop; cancelling the caller cancels it."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        submitted = self._submit(work, partial(_reply, loop, result))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        submitted = self._submit_for(result, work)
         try:
             return await result
         except asyncio.CancelledError:
@@ -343,9 +386,8 @@ class ThreadRuntime:
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop to its end, whatever happens to the caller."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        self._submit(work, partial(_reply, loop, result))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._submit_for(result, work)
         return await result
 
     async def obtain(
@@ -353,9 +395,8 @@ class ThreadRuntime:
     ) -> T:
         """Run `work`, whose result needs an owner. A caller that is cancelled cancels the work and
         waits for its end; if there is a result nevertheless, `undo` is run on it."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        submitted = self._submit(work, partial(_reply, loop, result))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        submitted = self._submit_for(result, work)
         return await _obtained(
             result,
             lambda: self.post(submitted.cancel),
@@ -369,7 +410,7 @@ class ThreadRuntime:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on doyen's loop. The future may be used on any thread."""
         future: Future[T] = Future()
-        submitted = self._submit(work, partial(_settle_blocking, future))
+        submitted = self._submit_blocking(future, work)
 
         def cancel(future: Future[T]) -> None:
             if future.cancelled():
@@ -378,31 +419,46 @@ class ThreadRuntime:
         future.add_done_callback(cancel)
         return future
 
+    def after_reply(self, call: Callable[[], None]) -> None:
+        """Make a call once the caller has the result of the work that is under way, in the same
+        step of the loop; in the next turn at the latest. On the loop."""
+        self._after_reply.append(call)
+        self._loop.call_soon(self._call_after_reply)
+
+    def _go_on(self) -> None:
+        """A result was handed to the caller's thread. The calls that are left wake other threads,
+        so pause first to let the caller's thread run."""
+        if self._after_reply and self.clock.now() - self._gave_way_at >= GIVE_WAY_EVERY_S:
+            time.sleep(GIVE_WAY_S)
+            self._gave_way_at = self.clock.now()
+        self._call_after_reply()
+
+    def _call_after_reply(self) -> None:
+        while self._after_reply:
+            self._after_reply.popleft()()
+
+    def _submit_for(self, result: asyncio.Future[T], work: Coroutine[Any, Any, T]) -> _Work:
+        caller = self._caller()
+        replied = _replied(work, partial(_reply, caller, result), self._go_on)
+        return self._submit(replied, partial(_reply_failure, caller, result, work))
+
+    def _submit_blocking(self, future: Future[T], work: Coroutine[Any, Any, T]) -> _Work:
+        replied = _replied(work, partial(_reply_blocking, future), self._go_on)
+        return self._submit(replied, partial(_settle_blocking, future, work))
+
     def _submit(
         self, work: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
     ) -> _Work:
         submitted = _Work(work, on_done)
-        with self._intake_lock:
-            self._intake.append(submitted)
-            first = len(self._intake) == 1
-        if first:
-            self._loop.call_soon_threadsafe(self._admit)
+        self._calls.put(submitted.begin)
         return submitted
 
-    def _admit(self) -> None:
-        """Begin submitted work, a limited number in each turn of the loop, so that renewals do not
-        wait behind a large number that was submitted at once."""
-        for _ in range(ADMITTED):
-            work = self._intake[0]
-            work.task = self._loop.create_task(work.coroutine)
-            work.task.add_done_callback(work.on_done)
-            if work.cancelled:
-                work.task.cancel()
-            with self._intake_lock:
-                self._intake.popleft()
-                if not self._intake:
-                    return
-        self._loop.call_soon(self._admit)
+    def _caller(self) -> LoopCalls:
+        """The calls to the running loop."""
+        loop, calls = asyncio.get_running_loop(), getattr(self._callers, "calls", None)
+        if calls is None or calls.loop is not loop:
+            calls = self._callers.calls = LoopCalls(loop)
+        return calls
 
     def do_blocking(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop and block for its result. An interrupt cancels it."""
@@ -418,7 +474,7 @@ class ThreadRuntime:
     ) -> T:
         """As `obtain`. A second interrupt ends the wait."""
         future: Future[T] = Future()
-        submitted = self._submit(work, partial(_settle_blocking, future))
+        submitted = self._submit_blocking(future, work)
         try:
             return future.result()
         except BaseException:
@@ -434,10 +490,8 @@ class ThreadRuntime:
 
     def post(self, call: Callable[[], None]) -> None:
         """Call on doyen's loop soon. Any thread; does nothing once the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            pass  # the loop has been closed meanwhile
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            self._calls.put(call)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -7,14 +7,15 @@ subscription. So nothing remains of a subscriber that has left or died, and no r
 carried out late can bring its entry back. After the loss of its lease a subscriber has another
 entry on another lease: the one before counts as gone.
 
-A writer that waits lists the entries after its write. Each of these must reach the version, refuse
-it, or go. Those that come later are not waited for: they begin with the new version. The writer has
-one watch, on the key above them, and lists them again while they change, at most half of the time:
-a hundred acknowledgements that arrive together cost it a few lists.
+A writer that waits lists the entries after its write. It waits until each of these subscribers has
+reached the version, refused it, or gone. Those that come later are not waited for: they begin with
+the new version. The writer has one watch, on the key above them, and lists them again while they
+change, at most half of the time: a hundred acknowledgements that arrive together cost it a few
+lists.
 
-All subscribers read a new version at the same time. Each acknowledges it after as long again as its
-read took, so that those that are served last apply it before the store is busy with the
-acknowledgements of the first.
+All subscribers read a new version at the same time. Each waits as long as its read took before it
+acknowledges the version. So the last reads are answered before the acknowledgements of the first
+subscribers load the store.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Applied(NamedTuple):
 
     @classmethod
     def decode(cls, entry: Entry) -> Applied:
-        """Read an acknowledgement. What is none counts as one of a subscriber without a version."""
+        """Read an acknowledgement. A value that is not one counts as that of a subscriber that has
+        applied no version."""
         try:
             raw = json.loads(entry.value)
             refused = raw["refused"]
@@ -195,7 +197,7 @@ class Acknowledgement:
 
 
 def check_wait(how: WaitApplied | None, wait_s: float) -> None:
-    """Raise `ConfigError` for options that mean nothing."""
+    """Raise `ConfigError` for invalid options."""
     if how not in (None, "all", "majority"):
         raise ConfigError(f"wait_applied is 'all', 'majority' or None, not {how!r}")
     seconds: object = wait_s
@@ -234,8 +236,9 @@ class _Waiting:
         """The set that is waited for, once it is fixed."""
 
     async def wait(self, how: WaitApplied, until: float) -> bool:
-        """Wait until enough have applied it; False if that did not come about in time, or cannot
-        any more. Raises what a store raises that did not answer before the set was fixed."""
+        """Wait until enough have applied it. False at `until`, or when no answer is open any more.
+        Raises the store's error if it did not answer until then, so that it is not known which
+        subscribers there are."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -262,8 +265,8 @@ class _Waiting:
                 self._watch.close()
 
     async def _look(self) -> float:
-        """Read all acknowledgements. Returns how long that took: those that arrive in as long again
-        are read together."""
+        """Read all acknowledgements. Returns how long to pause before the next read, so that those
+        that arrive meanwhile are read together."""
         core, loop = self._core, asyncio.get_running_loop()
         if self._watch is None:
             watching = core.store.watch(self._prefix, self._changed.set)

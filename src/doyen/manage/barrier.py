@@ -1,20 +1,21 @@
-"""Barriers: everybody waits until n have arrived.
+"""Barriers: processes wait until n of them have arrived.
 
-Who arrives takes a ticket, and then marks it: from "new" to "arrived". The state of the barrier is
-a document:
+A party that arrives takes a ticket, and then changes its mark from "new" to "arrived". The state of
+the barrier is a document:
 
     {"n": 3, "passed": {"5f0c…-1": 7, …}}
 
-It says who has passed, by attempt, and which time that was. The write that adds n of them decides;
-whoever sees n tickets tries it. So everybody who passes at one time is one of exactly n.
+It maps the attempt of each party that has passed to the number of the passage. One write adds
+exactly n attempts, and that write decides. Every party that sees n tickets tries it, and only one
+succeeds, so exactly n parties pass together.
 
 - A ticket whose request was carried out late, when its party had gone, was never marked. It does
   not count.
 - A party that gives up marks its ticket as "gone" and then rewrites the state. So a write that
   counted this party was either made before, and the party has passed, or it fails. A mark that is
   carried out late fails too, because the ticket has another version.
-- A party stays in the state while its ticket exists, and for some times more: one whose lease has
-  expired still finds out that it has passed.
+- A party stays in the state while its ticket exists, and for some further passages, so that a party
+  whose lease has expired still finds that it has passed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["arrive"]
 
 MAX_PARTIES = 256
 REMEMBERED = 8
-"""For how many times those who passed are kept in the state after their tickets are gone."""
+"""For how many further passages a party stays in the state after its ticket is gone."""
 
 
 async def arrive(core: SessionCore, barrier: str, n: int, wait_s: float | None) -> int:
@@ -95,9 +96,9 @@ class _Party:
         self._line = f"{barrier_key(barrier)}/line"
         self._document = Document(core.calls, f"{barrier_key(barrier)}/state")
         self._keepalive: Keepalive | None = None
-        self._attempt = ""
-        self._attempts: set[str] = set()
-        """Of this party, on all leases that it had."""
+        self._attempt = core.next_attempt()
+        """On all leases that it has. The store may still have the ticket on a lease that is lost
+        here; with another attempt for each lease this party would be counted twice."""
         self._changed = asyncio.Event()
         self._watches: dict[str, Watch] = {}
         self._in_doubt = False
@@ -157,17 +158,15 @@ class _Party:
         return state
 
     def _passed(self, state: Versioned) -> int | None:
-        times = (state.body["passed"].get(attempt) for attempt in self._attempts)
-        return next((time for time in times if time is not None), None)
+        passed: int | None = state.body["passed"].get(self._attempt)
+        return passed
 
     async def _begin(self) -> None:
-        """Begin an attempt, unless there is one on a live lease."""
+        """Arrive on a lease that is live, as far as is known here."""
         if self._keepalive is None or self._keepalive.lose_if_expired():
             core = self._core
             self._keepalive = await core.leases.shared()
             self._keepalive.on_loss(self, self._changed.set)
-            self._attempt = core.next_attempt()
-            self._attempts.add(self._attempt)
 
     async def _tickets(self) -> list[_Ticket]:
         return [
@@ -206,7 +205,8 @@ class _Party:
             pass
 
     async def withdraw(self) -> int | None:
-        """Make sure that this party is not counted any more; or return when it has passed."""
+        """Make sure that this party is not counted any more. If it has passed already, return the
+        number of the passage."""
         timing = self._core.calls.timing
         try:
             async with asyncio.timeout(3 * timing.request_timeout_s):
@@ -229,12 +229,13 @@ class _Party:
             ) from None
 
     async def _mark_as_gone(self) -> None:
-        """So that this party does not count. Its tickets exist, so the state keeps it."""
+        """Mark the tickets, so that this party does not count. While they exist, the state keeps
+        the party if it has passed."""
         core = self._core
         while mine := [
             each
             for each in await self._tickets()
-            if each.attempt in self._attempts and each.mark != "gone"
+            if each.attempt == self._attempt and each.mark != "gone"
         ]:
             for ticket in mine:
                 value = _Ticket.encode(ticket.attempt, "gone")
@@ -243,7 +244,7 @@ class _Party:
     async def _remove_tickets(self) -> None:
         """Delete the tickets of this party, until none is left."""
         core = self._core
-        while mine := [each for each in await self._tickets() if each.attempt in self._attempts]:
+        while mine := [each for each in await self._tickets() if each.attempt == self._attempt]:
             for ticket in mine:
                 entry = ticket.entry
                 await core.call(core.store.delete(entry.key, if_version=entry.version))

@@ -4,17 +4,17 @@
     config/<name>/history/<version>    the same bytes, of an earlier version or of the current one
     config/<name>/applied/<subscriber> see `doyen.manage.applied`
 
-- Before `current` moves from version v to v + 1, its writer sees to it that `history/v` has version
+- Before `current` moves from version v to v + 1, its writer makes sure that `history/v` has version
   v, byte for byte. So a version that has been current is either current or in the history, and a
   writer that dies at any point leaves nothing half done. Usually the writer of v has copied it as
-  soon as it was written. Readers, which hear of v when it is current, do not wait for the copy.
+  soon as it was written. Readers are notified when v becomes current, and do not wait for the copy.
 - A writer that writes again begins with the version that it wrote last. If that is not the current
   one any more, its write is refused, and it reads.
 - A version is identified by its number and a random id, and names the id of the version before it
   (`previous`). A reader can therefore tell whether what it reads follows on what it had. If not,
   the store has lost confirmed writes, and the reader is notified (`Regressed`).
-- Readers watch `current` only. A watch on a key above it would notify every reader of every
-  acknowledgement of every other one.
+- Readers watch `current` only. A watch on a key above it would notify every reader of the
+  acknowledgements of all others.
 - A version that fails its type is reported (`BadDocument`), and the last good one stays in force.
 
 Everything in this module runs on doyen's loop.
@@ -25,7 +25,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from doyen.election.core import SessionCore
@@ -109,6 +111,12 @@ class ReaderPosition(NamedTuple):
         return self.version == current.version and self.id in ("", current.id)
 
 
+def _number(entry: Entry) -> int:
+    """The version that an entry of the history is for; 0 if another program has made it."""
+    number = entry.key.rpartition("/")[2]
+    return int(number) if number.isdecimal() else 0
+
+
 class ConfigStore(Generic[T]):
     """One configuration in the store: reads, writes and keeps its history."""
 
@@ -129,12 +137,13 @@ class ConfigStore(Generic[T]):
 
     # Reading.
 
-    async def read(self, version: int | None = None) -> ConfigDocument[T] | None:
-        """The current version, or an earlier one. None if there is none yet."""
-        current = await self.current(unreadable=version is not None)
-        if version is not None:
-            return self.typed(await self._earlier(current, version))
-        return None if current is None else self.typed(current)
+    async def read(
+        self, version: int | None = None, *, unreadable: bool = True
+    ) -> Versioned | None:
+        """The current version, or an earlier one, also if the current one is `unreadable`. None if
+        there is none yet."""
+        current = await self.current(unreadable=unreadable and version is not None)
+        return current if version is None else await self._earlier(current, version)
 
     async def current(self, *, unreadable: bool = False) -> Versioned | None:
         """The current version, as the store has it. If it cannot be read, `BadDocument` is raised,
@@ -146,9 +155,8 @@ class ConfigStore(Generic[T]):
             return current
         except BadDocument as error:
             if unreadable and (entry := await self._get(self.document.key)) is not None:
-                newest = await self.newest_kept()
                 # Its number is not known. It is higher than that of all that the history has.
-                version = 1 if newest is None else newest.version + 1
+                version = 1 + max(map(_number, await self._history()), default=0)
                 return Versioned({}, version, "", 0, entry)
             raise BadDocument(
                 f"{error}. To replace it by an earlier version or by a new value, use"
@@ -184,8 +192,21 @@ class ConfigStore(Generic[T]):
         return f"the store has versions {oldest} to {current.version}"
 
     async def _kept_versions(self) -> list[Versioned]:
-        entries = await self.core.call(self.core.store.list(config_key(self.name, "history")))
-        return [Versioned.decode(entry) for entry in entries]
+        """What the history has and can be read."""
+        kept = []
+        for entry in await self._history():
+            with suppress(BadDocument):  # another program has written it
+                version = Versioned.decode(entry)
+                self.plain(version)
+                if version.version == _number(entry):
+                    kept.append(version)
+        return kept
+
+    async def _history(self) -> list[Entry]:
+        """What the history has."""
+        prefix = config_key(self.name, "history")
+        entries = await self.core.call(self.core.store.list(prefix))
+        return [entry for entry in entries if _number(entry)]
 
     async def _listed(self, current: Versioned) -> list[Versioned]:
         return [each for each in await self._kept_versions() if each.version < current.version]
@@ -218,47 +239,56 @@ class ConfigStore(Generic[T]):
         return ConfigDocument(self.name, version.version, version.id, author, at, value)
 
     def typed(self, version: Versioned) -> ConfigDocument[T]:
-        """A version with its value. Raises `BadDocument` if that fails the type."""
+        """A version with its value. Raises `BadDocument` if that fails the type. Not on doyen's
+        loop: the type may have code of the user, which may block."""
         plain = self.plain(version)
         try:
-            value = self.kind.from_json(plain.value)
+            return replace(plain, value=self.kind.from_json(plain.value))
         except TypeRefused as error:
-            raise BadDocument(
-                f"version {plain.version} of {self.name!r}, by {plain.author!r}, fails its type:"
-                f" {error}",
-                version=plain.version,
-                id=plain.id,
-                author=plain.author,
-            ) from error
-        return ConfigDocument(self.name, plain.version, plain.id, plain.author, plain.at, value)
+            raise self._failing(plain, error) from error
+
+    async def typed_aside(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
+        """As `typed`, on doyen's loop: the code of the user runs on another thread."""
+        if not self.kind.may_block:
+            return self._typed_or_why(version)
+        return await self.core.runtime.aside(partial(self._typed_or_why, version), lambda _: None)
+
+    def _typed_or_why(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
+        try:
+            return self.typed(version)
+        except BadDocument as error:
+            return error
+        except BaseException as error:  # noqa: BLE001 - it would end doyen's loop
+            return self._failing(self.plain(version), error)
+
+    def _failing(self, plain: ConfigDocument[Any], error: BaseException) -> BadDocument:
+        why = str(error) if isinstance(error, TypeRefused) else f"its type raised {error!r}"
+        return BadDocument(
+            f"version {plain.version} of {self.name!r}, by {plain.author!r}, fails its type: {why}",
+            version=plain.version,
+            id=plain.id,
+            author=plain.author,
+        )
 
     async def _get(self, key: str) -> Entry | None:
         return await self.core.call(self.core.store.get(key))
 
     # Writing.
 
-    async def write(self, value: Any, if_version: int | None, *, force: bool = False) -> Versioned:
+    def to_json(self, value: Any) -> tuple[Any, T]:
+        """A value as plain JSON, and as readers will get it. Not on doyen's loop, as `typed`."""
+        try:
+            return self.kind.to_json(value)
+        except TypeRefused as error:
+            raise BadDocument(f"{self.name!r} was not written: {error}") from error
+
+    async def write(self, plain: Any, if_version: int | None, *, force: bool = False) -> Versioned:
         """Write a new version. Raises `Conflict` if the current one is not `if_version`, and
         `BadDocument` if it cannot be read, unless `force` is given.
 
         `StoreUnavailable` means that nothing was written. `OutcomeUnknown` is raised only if the
-        store did not tell for one ttl whether the new version was written.
+        store did not report for one ttl whether the new version was written.
         """
-        try:
-            plain = self.kind.to_json(value)
-        except TypeRefused as error:
-            raise BadDocument(f"{self.name!r} was not written: {error}") from error
-        return await self._write(plain, if_version, force=force)
-
-    async def rollback(
-        self, version: int, if_version: int | None, *, force: bool = False
-    ) -> Versioned:
-        """Write the value of an earlier version as a new version."""
-        current = await self.current(unreadable=force)
-        earlier = self.plain(await self._earlier(current, version))
-        return await self.write(earlier.value, if_version, force=force)
-
-    async def _write(self, plain: Any, if_version: int | None, *, force: bool) -> Versioned:
         while True:
             current, self._kept_version = self._kept_version, None
             if current is None or force or if_version not in (None, current.version):
@@ -281,7 +311,7 @@ class ConfigStore(Generic[T]):
 
     async def tidy(self, written: Versioned) -> None:
         """Copy the new version to the history, and delete what is older than it keeps. It is called
-        after `write`, and need not be: if it fails, a later writer does it."""
+        after `write`, but nothing depends on it: if it fails, a later writer does it."""
         try:
             await self._copy(written)
             self._kept_version = written
@@ -352,14 +382,12 @@ class ConfigStore(Generic[T]):
         Usually that is one version. A writer that died, or copied a version very late, may have
         left others, so all are looked through from time to time.
         """
-        store, prefix = self.core.store, config_key(self.name, "history")
         oldest = version - keep - 1
-        expired = [f"{prefix}/{oldest}"] if oldest > 0 else []
+        expired = [config_key(self.name, "history", oldest)] if oldest > 0 else []
         if version % keep == 0:
-            keys = [entry.key for entry in await self.core.call(store.list(prefix))]
-            expired = [key for key in keys if int(key.rpartition("/")[2]) <= oldest]
+            expired = [entry.key for entry in await self._history() if _number(entry) <= oldest]
         for key in expired:
-            await self.core.call(store.delete(key))
+            await self.core.call(self.core.store.delete(key))
 
     def _conflict(self, if_version: int, current: Versioned | None) -> Conflict:
         if current is None:
@@ -411,7 +439,7 @@ class ConfigReader(Generic[T]):
         unavailable, this waits.
         """
         if self._observes and not self._closed:
-            self._observes = False  # once
+            self._observes = False  # join only once
             self._calls.reachability.join(self)
         if at is not None and at == self._at:
             await self._changed.wait()
@@ -470,8 +498,8 @@ class ConfigReader(Generic[T]):
         self._changed.set()
 
     def _doubtful(self, changes: Sequence[Change[T]]) -> bool:
-        """Whether an outdated replica may have answered, so that versions seem to be lost. What
-        stays lost for one ttl is lost."""
+        """Whether an outdated replica may have answered, so that versions seem to be lost. Versions
+        that are still missing after one ttl are lost."""
         notices = any(isinstance(change, Missed | Regressed) for change in changes)
         if not notices or self._calls.store.capabilities.linearizable_reads:
             self._doubtful_until = None
@@ -490,7 +518,7 @@ class ConfigReader(Generic[T]):
             if at is not None or (newest := await self._store.newest_kept()) is None:
                 return self._report_unreadable(error), at
             versions, _ = await self._follow(None, newest)  # the last good one is in force
-            seen = [*map(self._typed, versions), *self._report_unreadable(error)]
+            seen = [*await self._typed(versions), *self._report_unreadable(error)]
             return seen, ReaderPosition(newest.version, newest.id)
         self._unreadable = ""
         if current is None:
@@ -500,7 +528,7 @@ class ConfigReader(Generic[T]):
         if at is not None and at.is_at(current):
             return [], at
         versions, changes = await self._follow(at, current)
-        seen = [*changes, *(self._typed(version) for version in versions)]
+        seen = [*changes, *await self._typed(versions)]
         return seen, ReaderPosition(current.version, current.id)
 
     def _carried(self, at: ReaderPosition | None) -> Versioned | None:
@@ -513,7 +541,7 @@ class ConfigReader(Generic[T]):
             current = Versioned.decode(entry)
             self._store.plain(current)
         except BadDocument:
-            return None  # what a read says of it is reported
+            return None  # a read reports what is wrong with it
         return current if current.version > at.version or at.is_at(current) else None
 
     def _report_unreadable(self, error: BadDocument) -> Sequence[Change[T]]:
@@ -530,7 +558,7 @@ class ConfigReader(Generic[T]):
         versions = [current]
         if at is None:
             # The last good version is in force, and it may be an earlier one.
-            while isinstance(self._typed(versions[0]), BadDocument):
+            while isinstance(await self._store.typed_aside(versions[0]), BadDocument):
                 earlier = await self._before(versions[0])
                 if earlier is None:
                     break
@@ -557,8 +585,5 @@ class ConfigReader(Generic[T]):
             return None
         return earlier
 
-    def _typed(self, version: Versioned) -> ConfigDocument[T] | BadDocument:
-        try:
-            return self._store.typed(version)
-        except BadDocument as error:
-            return error
+    async def _typed(self, versions: list[Versioned]) -> list[ConfigDocument[T] | BadDocument]:
+        return [await self._store.typed_aside(version) for version in versions]

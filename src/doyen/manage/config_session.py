@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
@@ -120,7 +121,7 @@ class _ConfigWork(Generic[T]):
         wait_applied: WaitApplied | None = None,
         wait_s: float = 10.0,
         force: bool = False,
-    ) -> ConfigDocument[T]:
+    ) -> Versioned:
         check_wait(wait_applied, wait_s)
         store = self._store
         written = await write(if_version, force=force)
@@ -133,7 +134,32 @@ class _ConfigWork(Generic[T]):
             await store.tidy(written)
             raise
         await store.tidy(written)
-        return store.typed(written)
+        return written
+
+    def _typed(self, found: Versioned | None) -> ConfigDocument[T] | None:
+        return None if found is None else self._store.typed(found)
+
+    def _set(self, value: Any, options: WriteOptions) -> tuple[Work[Versioned], T]:
+        """The write of a value, and the value as readers will get it. On the caller's thread."""
+        plain, read = self._store.to_json(value)
+        return partial(self._written, partial(self._store.write, plain), **options), read
+
+    def _earlier(self, version: int, options: WriteOptions) -> Work[Versioned | None]:
+        force = options.get("force", False)
+        return partial(self._store.read, version, unreadable=force)
+
+    def _roll_back(
+        self, earlier: Versioned | None, options: WriteOptions
+    ) -> tuple[Work[Versioned], T]:
+        """As `_set`, for the value of an earlier version. That is written as it is: it need not be
+        what the type takes in Python."""
+        assert earlier is not None
+        read = self._store.typed(earlier).value
+        plain = self._store.plain(earlier).value
+        return partial(self._written, partial(self._store.write, plain), **options), read
+
+    def _document(self, written: Versioned, value: T) -> ConfigDocument[T]:
+        return replace(self._store.plain(written), value=value)
 
 
 class Config(_ConfigWork[T]):
@@ -148,7 +174,7 @@ class Config(_ConfigWork[T]):
         Raises `BadDocument` if it fails the type, and `ConfigError` if the store does not have the
         version.
         """
-        return await _do(self._core, partial(self._store.read, version))
+        return self._typed(await _do(self._core, partial(self._store.read, version)))
 
     async def set(self, value: T, **options: Unpack[WriteOptions]) -> ConfigDocument[T]:
         """Write a new version and return it.
@@ -156,13 +182,14 @@ class Config(_ConfigWork[T]):
         document = await config.get()
         await config.set(changed, if_version=document.version, wait_applied="all")
         """
-        write = partial(self._store.write, value)
-        return await _do(self._core, partial(self._written, write, **options))
+        write, read = self._set(value, options)
+        return self._document(await _do(self._core, write), read)
 
     async def rollback(self, version: int, **options: Unpack[WriteOptions]) -> ConfigDocument[T]:
         """Write the value of an earlier version as a new version. Options as for `set`."""
-        write = partial(self._store.rollback, version)
-        return await _do(self._core, partial(self._written, write, **options))
+        earlier = await _do(self._core, self._earlier(version, options))
+        write, read = self._roll_back(earlier, options)
+        return self._document(await _do(self._core, write), read)
 
     async def history(self) -> list[ConfigDocument[Any]]:
         """All versions that the store has, the newest first, with their values as plain JSON."""
@@ -211,17 +238,18 @@ class BlockingConfig(_ConfigWork[T]):
 
     def get(self, version: int | None = None) -> ConfigDocument[T] | None:
         """The current document, or an earlier version of it; None if nothing was written yet."""
-        return _do_blocking(self._core, partial(self._store.read, version))
+        return self._typed(_do_blocking(self._core, partial(self._store.read, version)))
 
     def set(self, value: T, **options: Unpack[WriteOptions]) -> ConfigDocument[T]:
         """Write a new version and return it."""
-        write = partial(self._store.write, value)
-        return _do_blocking(self._core, partial(self._written, write, **options))
+        write, read = self._set(value, options)
+        return self._document(_do_blocking(self._core, write), read)
 
     def rollback(self, version: int, **options: Unpack[WriteOptions]) -> ConfigDocument[T]:
         """Write the value of an earlier version as a new version."""
-        write = partial(self._store.rollback, version)
-        return _do_blocking(self._core, partial(self._written, write, **options))
+        earlier = _do_blocking(self._core, self._earlier(version, options))
+        write, read = self._roll_back(earlier, options)
+        return self._document(_do_blocking(self._core, write), read)
 
     def history(self) -> list[ConfigDocument[Any]]:
         """All versions that the store has, the newest first, with their values as plain JSON."""

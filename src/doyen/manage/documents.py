@@ -8,7 +8,7 @@ Published lists, configurations, and the spec and plan of shards are documents:
 - `id` is random and identifies the write. After a lost response it tells the writer whether the
   document that is there is its own.
 - `token` is the fencing token of a leader that wrote it. A write with a lower token is refused, so
-  once a new leader has written, its predecessor cannot. Documents that anybody may write have 0.
+  once a new leader has written, its predecessor cannot. Other documents have 0.
 
 A document is never deleted. One whose version or token is not higher than that of the document that
 an observer had before comes from a store that lost confirmed writes; the observer is told.
@@ -69,7 +69,7 @@ class Versioned(NamedTuple):
 
     @classmethod
     def unreadable(cls, entry: Entry) -> Versioned:
-        """In place of a document that cannot be read, for who replaces it."""
+        """Stands in for a document that cannot be read, so that it can be replaced."""
         return cls({}, 0, "", 0, entry)
 
 
@@ -155,7 +155,7 @@ class Document:
                 # The write was refused, and an outdated replica answered the read: read again.
             if asyncio.get_running_loop().time() >= until:
                 raise OutcomeUnknown(
-                    f"the store did not tell whether version {version} of {self.key} was written"
+                    f"the store did not report whether version {version} of {self.key} was written"
                 ) from in_doubt
             await asyncio.sleep(calls.retry_pause())
 
@@ -191,7 +191,7 @@ class Document:
             try:
                 return await self.read(last)
             except BadDocument as error:
-                # Each is a new exception; the observer is told once.
+                # Each is a new exception; it is reported once.
                 return bad if bad is not None and str(bad) == str(error) else error
 
         bad: BadDocument | None = None

@@ -1,11 +1,16 @@
-"""Health checks of a member: the user's function, called one at a time and with a time limit."""
+"""Health checks of a member: the user's function, called one at a time and with a time limit.
+
+Nothing that a check raises is raised on doyen's loop or on the caller's: a `SystemExit` would end
+the loop, and with doyen's all sessions of the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
 
 from doyen._waiting import retrieve
 from doyen.election.core import SessionCore
@@ -13,7 +18,21 @@ from doyen.election.core import SessionCore
 __all__ = ["HealthCheck", "Inspection"]
 
 HealthCheck = Callable[[], object]
-"""Returns False or raises if the process is unhealthy. May be a coroutine function."""
+"""Returns False or raises if the process is unhealthy. May be a coroutine function, or return
+another awaitable."""
+
+
+class _Raised(NamedTuple):
+    """Stands in for the result of a check that has raised this."""
+
+    error: BaseException
+
+    def __str__(self) -> str:
+        if isinstance(self.error, asyncio.CancelledError):
+            return "the health check was cancelled"
+        if isinstance(self.error, Exception):
+            return str(self.error) or type(self.error).__name__
+        return f"the health check raised {self.error!r}"
 
 
 class Inspection:
@@ -24,7 +43,8 @@ class Inspection:
         self._check = check
         self._limit_s = limit_s
         self._caller: asyncio.AbstractEventLoop | None = None
-        if inspect.iscoroutinefunction(self._check):
+        """Awaitables run there. A blocking session has none."""
+        with suppress(RuntimeError):
             self._caller = asyncio.get_running_loop()
         self._running: asyncio.Future[object] | None = None
 
@@ -39,20 +59,46 @@ class Inspection:
         running, self._running = self._running, None
         try:
             healthy = running.result()
-        except Exception as error:  # noqa: BLE001 - whatever a check raises makes it unhealthy
-            return str(error) or type(error).__name__
-        except asyncio.CancelledError:
-            return "the health check was cancelled"
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it was not carried out
+            healthy = _Raised(error)
+        if isinstance(healthy, _Raised):
+            return str(healthy)
         return "the health check returned False" if healthy is False else ""
 
     async def _run(self) -> object:
-        if self._caller is None:
-            return await self._core.runtime.aside(self._check, lambda _: None)
-        checking = cast("Callable[[], Any]", self._check)()
+        if inspect.iscoroutinefunction(self._check):
+            result = self._call()
+        else:
+            result = await self._core.runtime.aside(self._call, lambda _: None)
+        if not inspect.isawaitable(result):
+            return result
+        checking = _awaited(result)
         try:
+            if self._caller is None:
+                raise RuntimeError(
+                    "the health check returned an awaitable, and a blocking session has no loop to"
+                    " run it on: use an ordinary function"
+                )
             return await asyncio.wrap_future(
                 asyncio.run_coroutine_threadsafe(checking, self._caller)
             )
         except RuntimeError:
             checking.close()  # the caller's loop has been closed
+            if inspect.iscoroutine(result):
+                result.close()
             raise
+
+    def _call(self) -> object:
+        try:
+            return self._check()
+        except BaseException as error:  # noqa: BLE001 - whatever a check raises makes it unhealthy
+            return _Raised(error)
+
+
+async def _awaited(check: Awaitable[object]) -> object:
+    try:
+        return await check
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as in `_call`
+        return _Raised(error)

@@ -1,9 +1,9 @@
 """Everything that a store has: elections, locks, semaphores, barriers, groups, shards and
 configurations, by name.
 
-What has no entry is not there: an election exists while it has a leader or a candidate. A value
-that cannot be read, because a later release or another program wrote it, is reported with its error
-and hides nothing else.
+A name without entries is not listed: an election exists while it has a leader or a candidate. A
+value that cannot be read, because a later release or another program wrote it, is reported with its
+error and hides nothing else.
 
 Each kind is below a prefix of its own (see `doyen.model`), which is listed and watched as a whole.
 """
@@ -155,8 +155,6 @@ async def observe_inventory(
     core: SessionCore,
     deliver: Callable[[Inventory | Unreachable[Inventory]], None],
     kinds: Iterable[InventoryKind] = INVENTORY_KINDS,
-    *,
-    settle_s: float = SETTLE_S,
 ) -> None:
     """Deliver what the store has, once all kinds have been read, and again after every change,
     until cancelled. After a change, only its kind is read again."""
@@ -188,7 +186,7 @@ async def observe_inventory(
             [prefix],
             lambda: _read(core, kind),
             lambda part: changed(kind, part),
-            settle_s=settle_s,
+            settle_s=SETTLE_S,
         )
 
     try:
@@ -215,7 +213,7 @@ async def _read(core: SessionCore, kind: InventoryKind) -> Mapping[str, Any]:
 
 def part_of(kind: InventoryKind, entries: Iterable[Entry], now: float) -> Mapping[str, Any]:
     """What the entries of one kind describe, by name."""
-    from urllib.parse import unquote  # as in `model`
+    from urllib.parse import unquote  # imported late, as in `model`
 
     by_name: dict[str, list[_Found]] = {}
     for entry in entries:
@@ -247,7 +245,7 @@ def _semaphore(name: str, found: list[_Found], _: float) -> SemaphoreState:
                 tickets.append(each.entry)
             case ["size"]:
                 slots = _whole(_body(each.entry).get("slots"))
-    # Who has a slot may still have its ticket.
+    # The holder of a slot may still have its ticket.
     have = {Claim.decode(each.entry.value).attempt for each in found if each.rest[0] == "slots"}
     waiting = [each for each in tickets if Claim.decode(each.value).attempt not in have]
     line = line_of(name, None, waiting, "semaphores")

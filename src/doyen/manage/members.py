@@ -39,7 +39,8 @@ class MemberOptions(TypedDict, total=False):
     """Information about the member for others to read, such as its address."""
     health: HealthCheck
     """Called again and again. The member is unhealthy if it returns False, raises, or takes longer
-    than its limit. A coroutine function runs on the caller's loop, another on a thread."""
+    than its limit. An awaitable that it returns runs on the caller's loop; a function that is not a
+    coroutine function is called on a thread."""
     health_every_s: float
     """The pause between two health checks. Default 5 s."""
     health_limit_s: float
@@ -190,8 +191,8 @@ class GroupMember(MemberView):
         await self._do(partial(self._registration.drain, False))
 
     async def fail(self, reason: str) -> None:
-        """Leave the list because this process is broken. The scope goes on; it does not join
-        again."""
+        """Leave the list because this process is broken. The scope stays open; the member does not
+        join again."""
         await self._do(partial(self._registration.fail, reason))
 
     async def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

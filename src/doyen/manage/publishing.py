@@ -1,6 +1,6 @@
 """Publishing the members of a group as one document, written by a leader under its token.
 
-Only the leader observes the members themselves; everybody else reads or observes the one document
+Only the leader observes the members themselves; all other processes read or observe the document
 `published/<group>`. Its position (token, version) only increases.
 
 - The first act of a new leader is to write, so that a predecessor that was paused cannot: its token
@@ -8,6 +8,9 @@ Only the leader observes the members themselves; everybody else reads or observe
 - The leader does not read the members again before the outcome of its write is known. No write that
   is carried out late can therefore list a member that its writer has seen to be gone.
 - Changes within `settle_s` are published together.
+- The leader watches the document as well. What another program has written there is replaced,
+  unless its token is higher than the leader's: a later leader may have written that. The leader
+  reports it, and publishes again once it is gone.
 """
 
 from __future__ import annotations
@@ -73,40 +76,55 @@ class ListPublisher:
     async def run(self) -> None:
         """Publish until cancelled or the term is over."""
         core, changed = self.core, asyncio.Event()
-        watch: Watch | None = None
+        watches: list[Watch] = []
         due: Roster | None = None
-        """What is being written. It is written before the members are read again."""
+        """What is being written, or was. It is written before the members are read again."""
+        outdated = False
+
+        def members_changed() -> None:
+            nonlocal outdated
+            outdated = True
+            changed.set()
+
+        scopes = ((self._prefix, members_changed), (self._document.key, changed.set))
         try:
             while self.term.valid:
                 try:
-                    if watch is None:
-                        watch = await core.call(core.store.watch(self._prefix, changed.set))
+                    for scope, notify in scopes[len(watches) :]:
+                        watches.append(await core.call(core.store.watch(scope, notify)))
                     if due is None:
-                        changed.clear()
+                        outdated = False
                         due = await read_members(core, self.group)
+                    changed.clear()
                     await self._publish(due)
                 except (StoreUnavailable, OutcomeUnknown) as error:
                     line = log_line(event="publish_failed", group=self.group, error=error)
                     log.debug("%s", line)
                     await asyncio.sleep(core.calls.retry_pause())
                     continue
-                except StaleToken:
-                    return  # another leader has written
+                except StaleToken as error:
+                    if self.term.valid:
+                        self._failed(
+                            f"{error}. If no later leader has written it, another program has:"
+                            " delete that key, and the list is published again"
+                        )
                 except (ConfigError, StoreError) as error:
-                    self._failed(error)  # too large, for instance: until something changes
+                    self._failed(str(error))  # too large, for instance: until something changes
                 else:
                     self._error = ""
-                due = None
-                await changed.wait()
+                if not outdated:
+                    await changed.wait()
                 await asyncio.sleep(self._settle_s)
+                if outdated:
+                    due = None
         finally:
-            if watch is not None:
+            for watch in watches:
                 watch.close()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: str) -> None:
         """Report an error, once until it is another."""
-        if str(error) != self._error:
-            self._error = str(error)
+        if error != self._error:
+            self._error = error
             self.core.telemetry.emit(PublishFailed(group=self.group, error=self._error))
 
     async def _publish(self, roster: Roster) -> None:
@@ -122,6 +140,10 @@ class ListPublisher:
                 return
             if not self.term.valid:
                 return
+            if current is not None and self.published is not None:
+                # The version increases, also if another program has written a lower one.
+                version = max(current.version, self.published.version)
+                current = current._replace(version=version)
             try:
                 self.published = await self._document.write(
                     {"group": self.group, "members": members},

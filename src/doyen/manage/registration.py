@@ -33,7 +33,7 @@ from doyen.stores.port import Watch
 __all__ = ["Registration"]
 
 ANSWERS = 8
-"""How many of those who ask for its name a member answers at a time."""
+"""How many challenges a member answers at a time."""
 
 
 class DesiredEntry:
@@ -99,10 +99,12 @@ class MemberAttempt:
 
 
 class Challenge:
-    """Asks the holder of a name whether it is alive, by an entry under the lease of who asks.
+    """Asks the holder of a name whether it is alive, by an entry under the lease of the asking
+    attempt.
 
-    Each attempt asks each incarnation under an id of its own: a challenge may be deleted late, and
-    must not take the next one with it. A holder that is asked again has answered already.
+    Each attempt has an id of its own for each incarnation that it asks: the deletion of a challenge
+    may be carried out late, and must not delete the next one. A holder that is asked again under
+    the same id has answered already.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Challenge:
 
 
 class Answers:
-    """The answers of a member to those who ask whether it is alive."""
+    """The answers of a member to challenges."""
 
     def __init__(self, core: SessionCore, prefix: str) -> None:
         self.due = False
@@ -145,8 +147,8 @@ class Answers:
         self.prefix = prefix
 
     async def read(self) -> None:
-        """See who asks."""
-        from urllib.parse import unquote  # as in `model`
+        """Read the challenges."""
+        from urllib.parse import unquote  # imported late, as in `model`
 
         self.due = False
         try:
@@ -159,8 +161,8 @@ class Answers:
 
 
 class Listing:
-    """Whether a member is on the list, and who is told when it may lead or not. Events report
-    it."""
+    """Whether a member is on the list. Emits events, and notifies listeners of changes of its
+    eligibility."""
 
     def __init__(self, core: SessionCore, settings: MemberSettings) -> None:
         self.entry: Entry | None = None
@@ -295,7 +297,7 @@ class Registration:
 
     async def fail(self, reason: str) -> None:
         """Leave the list for good, although the scope goes on."""
-        self._desired.failed = reason
+        self._desired.failed = reason or "no reason was given"
         await self._until_settled()
 
     async def leave(self) -> None:
@@ -411,7 +413,7 @@ class Registration:
 
     def _note_challenge(self) -> None:
         self._answers.due = True
-        if self.listing.entry is not None:  # otherwise it is one that asks itself
+        if self.listing.entry is not None:  # without an entry, the challenge may be its own
             self._wakeup.wake()
 
     async def _next_attempt(self, last: MemberAttempt | None) -> MemberAttempt:
@@ -435,7 +437,8 @@ class Registration:
 
     async def _wait_for_name(self, entry: Entry, attempt: MemberAttempt) -> None:
         """Another entry has the name. Returns when it is gone; raises `NameTaken` if its holder
-        answers, or has it still after the longest time that a dead one could."""
+        answers, or still has it after the longest time for which the lease of a dead holder
+        lives."""
         core, value = self.core, MemberValue.decode(entry.value)
         if value is not None and value.session == core.id:
             holder = core.leases.find(entry.lease)
@@ -473,7 +476,8 @@ class Registration:
         who = "an entry that is not a member" if value is None else f"{value.by} {value.meta}"
         return NameTaken(
             f"the name {self.settings.name!r} in the group {self.settings.group!r} is taken:"
-            f" incarnation {entry.revision} of {who} {proof}; choose another name, or stop it"
+            f" incarnation {entry.revision} of {who} {proof}; choose another name, or stop that"
+            " process"
         )
 
     def _end(self) -> None:

@@ -60,7 +60,7 @@ async def read_members(core: SessionCore, group: str, *, times: bool = False) ->
 
 def roster_of(entries: Iterable[Entry], at: float) -> Roster:
     """The members that the entries of a group describe."""
-    from urllib.parse import unquote  # as in `model`
+    from urllib.parse import unquote  # imported late, as in `model`
 
     members: dict[str, Member] = {}
     recheck_s: float | None = None

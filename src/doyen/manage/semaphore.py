@@ -3,8 +3,8 @@
 A slot is what an election is: the creation of its record decides, and the revision of the record is
 the token. Tokens of different slots do not compare, so a resource is fenced by slot and token.
 
-- The first in line takes a free slot. Who holds a slot has left the line, so that the next one can
-  take another.
+- The first in line takes a free slot. The holder of a slot has left the line, so that the next
+  candidate can take another slot.
 - After a creation whose outcome is unknown, the same slot is claimed again until there is an
   answer, before another slot is tried. Otherwise one candidate could hold two.
 - The number of slots is a document in the store, written by the first candidate. Candidates with

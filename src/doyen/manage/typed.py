@@ -6,6 +6,9 @@ msgspec (a Struct, a dataclass, a TypedDict, `dict[str, int]`, …) or of pydant
 
 A value is encoded, and what was encoded is decoded again, before it is written. So a writer never
 writes what a reader with the same type would refuse.
+
+A type may have code of the user, such as the validators of pydantic. Whatever `Exception` it raises
+is a refusal of the value.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ class Typed(NamedTuple, Generic[T]):
     """From a value to JSON text."""
     decode: Callable[[bytes], T]
     """From JSON text to a value of the type."""
+    may_block: bool = True
+    """It may have code of the user, which must not run on doyen's loop."""
 
-    def to_json(self, value: Any) -> Any:
-        """The value as plain JSON: what is written. Readers will accept it."""
+    def to_json(self, value: Any) -> tuple[Any, T]:
+        """The value as plain JSON, which is what is written, and as readers will get it."""
         text = self.encode(value)
-        self.decode(text)
-        return json.loads(text)
+        return json.loads(text), self.decode(text)
 
     def from_json(self, value: Any) -> T:
         """A value of the type, from plain JSON."""
@@ -48,14 +52,31 @@ class Typed(NamedTuple, Generic[T]):
 def typed(kind: Any) -> Typed[Any]:
     """The functions for a type; `kind` None means any JSON."""
     if kind is None:
-        return Typed(_plain_encode, json.loads)
+        return Typed(_plain_encode, json.loads, may_block=False)
     if hasattr(kind, "__pydantic_validator__") or hasattr(kind, "validate_json"):
-        return _by_pydantic(kind)
+        return _refusing(_by_pydantic(kind))
     try:
         import msgspec
     except ModuleNotFoundError:
         return _by_instance(kind)
-    return _by_msgspec(kind, msgspec)
+    return _refusing(_by_msgspec(kind, msgspec))
+
+
+def _refusing(kind: Typed[Any]) -> Typed[Any]:
+    """Whatever its code raises is a refusal."""
+
+    def refusing(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def called(argument: Any) -> Any:
+            try:
+                return call(argument)
+            except TypeRefused:
+                raise
+            except Exception as error:
+                raise TypeRefused(f"its type raised {error!r}") from error
+
+        return called
+
+    return Typed(refusing(kind.encode), refusing(kind.decode))
 
 
 def _plain_encode(value: Any) -> bytes:
@@ -113,11 +134,21 @@ def _by_pydantic(kind: Any) -> Typed[Any]:
 
     def encode(value: Any) -> bytes:
         try:
-            encoded: bytes = adapter.dump_json(adapter.validate_python(value))
+            valid = adapter.validate_python(value)
+            encoded: bytes = adapter.dump_json(valid)
         except ValidationError as error:
             raise refuse(error) from error
         except PydanticSerializationError as error:
             raise TypeRefused(f"it is not what JSON can represent: {error}") from error
+        # A SecretStr is dumped as asterisks, and a field with an alias under its own name.
+        was, becomes = (
+            adapter.dump_python(each, round_trip=True) for each in (valid, decode(encoded))
+        )
+        if was != becomes:
+            raise TypeRefused(
+                "readers would get another value than this one, because the type does not decode"
+                " what it encodes, as with SecretStr or an alias: give the field a serializer"
+            )
         return encoded
 
     def decode(text: bytes) -> Any:
@@ -142,4 +173,4 @@ def _by_instance(kind: Any) -> Typed[Any]:
             raise TypeRefused(f"$: Expected `{kind.__name__}`, got `{type(value).__name__}`")
         return value
 
-    return Typed(_plain_encode, decode)
+    return Typed(_plain_encode, decode, may_block=False)

@@ -213,8 +213,8 @@ class SessionMeters:
         return self._follow(record) if isinstance(event, CampaignEvent) else None
 
     def _forget_leases(self) -> None:
-        """Forget those that nobody leads by and that are not renewed: no event tells of a lease
-        that was released."""
+        """Forget leases on which no term relies and that are not renewed: no event reports that a
+        lease was released."""
         now, used = self._clock.now(), {held.lease for held in self._leading.values()}
         for lease, valid_until in list(self._valid_until.items()):
             if valid_until < now and lease not in used:
@@ -320,7 +320,7 @@ class SessionMeters:
 
     async def _look_at_ends(self, session: Session) -> None:
         """Read how elections ended that have no leader and no candidate any more: whether the last
-        leader resigned, which is written a moment later, or failed, which nobody writes."""
+        leader resigned, which is written a moment later, or failed, which is not written."""
         while True:
             await asyncio.sleep(ENDS_S)
             self._forget_retired()

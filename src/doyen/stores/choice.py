@@ -35,7 +35,7 @@ class StoreChoice(Value):
 
     @property
     def defaulted(self) -> bool:
-        """Whether nobody named a store, so that the default is used."""
+        """Whether no store was named, so that the default is used."""
         return not self.origin
 
     def __str__(self) -> str:

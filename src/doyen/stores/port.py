@@ -15,7 +15,7 @@ Rules for all methods:
   `OutcomeUnknown`. Adapters need no timeouts: the caller bounds each call and treats a cancelled
   call as `OutcomeUnknown`. A cancelled call either has no effect or has its full effect, now or
   later.
-- `StoreUnusable` is raised for what retrying does not cure.
+- `StoreUnusable` is raised where a retry cannot help.
 - An entry bound to a lease that has ended is treated as absent even before it is removed: no method
   returns it.
 
@@ -269,6 +269,18 @@ class Store(ABC):
         assert not isinstance(found, BaseException)
         return Looked(creation, ahead, found)
 
+    def create_and_look_now(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked | None:
+        """`create_and_look`, if nothing has to be waited for; otherwise nothing is done, and the
+        result is None. Few stores can do that: those whose data are in this machine's memory."""
+        return None
+
+    def delete_now(self, entries: Sequence[Entry]) -> bool:
+        """`delete` each of these by its version, if nothing has to be waited for. False if that was
+        not done, or not all of it. They are bound to leases of this handle."""
+        return False
+
     @abstractmethod
     async def list(self, prefix: str) -> list[Entry]:
         """All entries whose keys begin with `prefix` and a `/`; tickets of a line in order."""
@@ -377,7 +389,7 @@ class StoreURL(Value):
 
     @classmethod
     def parse(cls, text: str) -> StoreURL:
-        from urllib.parse import parse_qsl  # as in `model`
+        from urllib.parse import parse_qsl  # imported late, as in `model`
 
         parts = split_url(text)
         parts = parts._replace(scheme=canonical_scheme(parts.scheme))
@@ -537,8 +549,8 @@ _UNVERIFIED = {
     "has expired": "renew the certificate",
 }
 _CLOSED = "socket closed"
-"""What gRPC reports if a server hangs up that was addressed with TLS, or without, and expects the
-other."""
+"""What gRPC reports if the server closes the connection because only one of the two sides uses
+TLS."""
 _EXPECTS_TLS = (
     "the server may expect TLS: set tls=true, and ca= to the file of the authority that signed its"
     " certificate"

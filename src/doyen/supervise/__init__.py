@@ -2,10 +2,11 @@
 
 A `Supervisor` has a guard process (see `doyen.supervise.guard`) start the command, and sends it
 each renewal. The two processes watch each other: if this one is killed or frozen, the guard ends
-the command in time; if the guard is, this one does. When `run` returns or raises, no process that
-the command has started is alive. The one exception is an interrupt that ends the event loop, such
-as a second Ctrl-C. Even then the term keeps its record and its lease until the guard has reported
-that all processes are gone; if this process ends before, the lease is left to expire.
+the command in time; if the guard is killed or frozen, this process does. When `run` returns or
+raises, no process that the command has started is alive. The one exception is an interrupt that
+ends the event loop, such as a second Ctrl-C. Even then the term keeps its record and its lease
+until the guard has reported that all processes are gone; if this process ends before, the lease is
+left to expire.
 
 The stop budget is spent as follows: SIGTERM when the term ends, and SIGKILL after 70 % of the
 budget. If the guard has not reported the end after 85 %, it is killed and its work is done here.

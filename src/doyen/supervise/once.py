@@ -1,4 +1,4 @@
-"""Work that is due once in a while, on whichever of several hosts: a nightly job that all of them
+"""Work that is due once per interval, on any one of several hosts: a nightly job that all of them
 have in their crontabs.
 
     async with session.campaign("nightly") as term:
@@ -9,9 +9,9 @@ returned and nothing runs. Otherwise the work runs, and its result is recorded w
 lasts, so the next leader finds it. A run without a result, because its leader crashed, lost its
 term or was told to stop, is not recorded: the next leader runs the work again.
 
-So after a result is recorded nobody runs the work until `within_s` has passed, on clocks that
-differ by less than that. A leader that dies between the end of the work and the record makes it run
-twice: the work has to bear that, or has to record its end together with what it does.
+So after a result is recorded no host runs the work until `within_s` has passed, if the clocks of
+the hosts differ by less than that. A leader that dies between the end of the work and the record
+makes it run twice: the work has to bear that, or has to record its end together with what it does.
 """
 
 from __future__ import annotations

@@ -128,15 +128,16 @@ class ControlledStore:
                 return leader
             if time.monotonic() > give_up_at:
                 later = f" after token {after.token}" if after else ""
-                raise AssertionError(f"nobody leads {election!r}{later} after {within_s:g} s")
+                raise AssertionError(f"no leader of {election!r}{later} after {within_s:g} s")
             time.sleep(0.005)
 
     def lose(self, election: str, *, kind: Kind = "elections") -> Leader:
-        """End the lease of the leader at the store. The leader is told, as fast as the store can.
-        Returns who it was. The session goes on with a new lease, and may be elected again."""
+        """End the lease of the leader at the store. The leader is notified, as fast as the store
+        can do it. Returns who it was. The session goes on with a new lease, and may be elected
+        again."""
         record = self._server.get(leader_key(election, kind))
         if record is None or record.lease is None:
-            raise AssertionError(f"nobody leads {election!r}, so nobody can lose")
+            raise AssertionError(f"no leader of {election!r} could lose its lease")
         self._server.revoke(record.lease)
         return leader_of(election, record, kind)
 
@@ -171,8 +172,8 @@ class ControlledStore:
     def elect_other(
         self, election: str, name: str = "other", *, meta: Meta | None = None
     ) -> Leader:
-        """Another process leads `election`, until `resign_other`. Nobody may lead it now: where the
-        code under test does, use `freeze(successor=…)`."""
+        """Another process leads `election`, until `resign_other`. It must not have a leader now: if
+        the code under test leads, use `freeze(successor=…)`."""
         key = leader_key(election)
         with self._server._lock:
             leader = self.leader(election)

@@ -1,12 +1,12 @@
 """The warden: a process on the holder's host that ends a dead holder's leases at once.
 
-A lease tells a store nothing but time. Yet most leaders that fail are processes that die on
-machines that live on, and the kernel there knows at once. The warden acts on the kernel's word and
-on nothing else, never on silence. It never needs to act: if it is missing, frozen, late or dead,
-the leases expire as they do without it.
+A store sees only the lease of a holder, and waits for its end. Yet most leaders that fail are
+processes that die on machines that keep running, where the kernel reports the death at once. The
+warden acts only on that report, never on silence. It is an optimisation: if it is missing, frozen,
+late or dead, the leases expire as they do without it.
 
     table      what the warden must know of a session, in shared memory
-    wire       what both say to each other, and how each knows the other
+    wire       the messages between both, and how each verifies the other
     warding    what a session needs of it
     client     the session's side
     child      the warden of one process

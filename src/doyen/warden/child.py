@@ -1,7 +1,7 @@
 """The warden of one process: started by it, and outliving it by as long as its leases need.
 
-The child is not a child of the process in the end: an intermediate process starts it and exits, so
-that a program which waits for all of its children does not wait for this one, and cannot reap it.
+The warden does not remain a child of the process: an intermediate process starts it and exits, so
+that a program which waits for all of its children does not wait for the warden, and cannot reap it.
 It has a session of its own, so that a terminal's signals do not reach it, no descriptors but those
 passed to it, and is not ended by the signals that service managers send to every process of a
 service: it goes on until its holder has died and its leases have been ended. After SIGTERM it gives
@@ -31,7 +31,7 @@ __all__ = ["ChildWarden", "interpreter", "main"]
 log = logging.getLogger("doyen")
 
 _IGNORED = (
-    signal.SIGTERM,  # at first
+    signal.SIGTERM,  # until the warden runs
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGQUIT,
@@ -54,12 +54,12 @@ _PATH_BYTES = 1 << 17
 _FRUGAL = {"MALLOC_ARENA_MAX": "1"}
 """Client libraries have threads, each of which would keep memory of its own."""
 GIVE_UP_S = 120.0
-"""How long a store that does not answer is tried, after the holder has died: nobody looks after the
-child any more."""
+"""How long a store that does not answer is tried after the holder has died: no process supervises
+this child any more."""
 
 
 def interpreter() -> str:
-    """A Python interpreter. `sys.executable` is none in a program that embeds Python, as uWSGI
+    """A Python interpreter. `sys.executable` is not one in a program that embeds Python, as uWSGI
     does."""
     for candidate in _candidates():
         name = os.path.basename(candidate)

@@ -185,7 +185,7 @@ class SessionWarden:
             else:
                 link.detach()
         if self._loop.time() - self._served_since > _LONGEST_RESTART_S:
-            self._restart_s = _FIRST_RESTART_S  # it has lived: the next one will too
+            self._restart_s = _FIRST_RESTART_S  # it ran for long: restart soon
         self._served_since = math.inf
         child, self._child = self._child, None
         if child is not None:
@@ -218,7 +218,7 @@ class SessionWarden:
             try:
                 link.send(encode_number(BYE), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
-                pass  # the end of the link and the table say the same
+                pass  # the end of the link and the table show it too
         self._disconnect()
 
     def forked(self) -> None:
@@ -262,7 +262,7 @@ def portable_url(url: str, directory: str) -> str:
     >>> portable_url("etcd://h1?ca=ca.pem", "/srv/app")
     'etcd://h1?ca=%2Fsrv%2Fapp%2Fca.pem'
     """
-    from urllib.parse import parse_qsl, urlencode  # as in `model`
+    from urllib.parse import parse_qsl, urlencode  # imported late, as in `model`
 
     base, question, query = url.partition("?")
     given = parse_qsl(query, keep_blank_values=True)

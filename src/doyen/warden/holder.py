@@ -1,15 +1,15 @@
 """When to end the leases of a holder: pure decisions, on what the kernel and the guard report.
 
     alive --died--> dead, no run is under way --------------------> END
-                    dead, a run is under way --its guard's word---> END
+                    dead, a run is under way --guard's report-----> END
                                              --the link ended-----> LEAVE (the guard died too)
     alive --closed, or BYE ---------------------------------------> LEAVE
 
-- The only reason to end a lease is the kernel's word that its holder has died. The end of the link
-  is none: a program may close all its descriptors and live on.
+- The only reason to end a lease is that the kernel has reported the death of its holder. The end of
+  the link is not a reason: a program may close all its descriptors and go on running.
 - A supervised command may outlive its holder for the stop budget. Its guard reports over the link
-  when it has reaped every process; only then are the leases ended. If the guard dies as well,
-  nobody knows, and the leases expire.
+  when it has reaped every process; only then are the leases ended. If the guard dies as well, it is
+  not known whether the command still runs, and the leases expire.
 
 `FrozenWatch` decides when a holder that lives but does not answer is killed. It counts its own
 ticks, not time, and only punctual ones: after a suspend, or on an overloaded machine, all processes
@@ -51,7 +51,8 @@ class HolderWatch:
         self._words: set[int] = set()
 
     def died(self) -> Verdict:
-        """The kernel reports that the process has died. What it had sent before has been heard."""
+        """The kernel reports that the process has died. What it had sent before has been
+        received."""
         self._dead = True
         return self.verdict()
 
@@ -64,7 +65,7 @@ class HolderWatch:
         return self.verdict()
 
     def link_ended(self) -> Verdict:
-        """Nobody holds the other end of the link any more."""
+        """All descriptors of the other end of the link are closed."""
         self._link_ended = True
         return self.verdict()
 

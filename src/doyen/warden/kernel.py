@@ -105,7 +105,7 @@ def receive_despite_reset(link: socket.socket) -> bytes:
 
 
 def must_not_be_killed(pid: int) -> str:
-    """Why a process must be left alone; empty if it need not."""
+    """Why a process must not be killed; empty if it may be."""
     try:
         with open(f"/proc/{pid}/status") as file:
             facts = dict(line.split(":", 1) for line in file if ":" in line)

@@ -4,8 +4,8 @@
     /run/user/<uid>/doyen/warden   made by the user's own
 
 The environment variable DOYEN_WARDEN names another place, or is `off`. The directory must belong
-to this user or to root, and nobody else may write to it: whoever can replace the socket receives
-the credentials of the sessions.
+to this user or to root, and no other user may write to it: a user who can replace the socket
+receives the credentials of the sessions.
 
 Imports the standard library only.
 """

@@ -41,7 +41,7 @@ REHEARSE_S = 5.0
 FINISH_S = 5.0
 """How long a warden that is stopped goes on ending leases of holders that have died."""
 SUCCESSOR_S = 0.1
-"""How long a warden that has ended leases rests before it closes connections or exits."""
+"""How long a warden that has ended leases waits before it closes connections or exits."""
 GIVE_UP_S = 24 * 3600.0
 """How long a store that does not answer at all is tried, after a holder has died."""
 
@@ -132,8 +132,8 @@ class Warden:
         try:
             link, _ = listener.accept()
         except OSError as error:
-            # Out of descriptors, for instance: whoever waits goes on waiting, so do not look again
-            # at once.
+            # Out of descriptors, for instance. The connection stays pending and would wake this
+            # loop again at once, so wait before accepting.
             log.warning("%s", log_line(event="link_refused", error=error))
             self._loop.remove_reader(listener)
             self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again, listener)

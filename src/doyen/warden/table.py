@@ -130,8 +130,8 @@ class LeaseTable:
         self._buffer[20] = 1
 
     def run_begins(self) -> int:
-        """The number of a new supervised run. Until `run_ended`, or a word of the guard, the leases
-        are not ended."""
+        """The number of a new supervised run. Until `run_ended`, or a report of the guard, the
+        leases are not ended."""
         with self._running:
             runs = list(_RUNS.unpack_from(self._buffer, _RUNS_AT))
             self._run += 1

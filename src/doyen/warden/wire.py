@@ -1,4 +1,4 @@
-"""What a holder and its warden say to each other, over a socket of their own.
+"""The messages between a holder and its warden, over a socket of their own.
 
     holder                                          warden
       hello: JSON, with its pidfd and its lease table ->
@@ -51,7 +51,7 @@ _SO_PEERPIDFD = 77
 
 
 class Refused(Exception):
-    """The other side is not one to talk to, or cannot help."""
+    """The other side is not trusted, or cannot serve this session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,5 +132,5 @@ class StoreObservation:
             if self.hub is not None and controls.silent_s() < SILENT_S:
                 self.hub.part_read("processes")
             elif self.hub is not None:
-                self.hub.part_failed("processes", OrderFailed("`doyen up` does not react"))
+                self.hub.part_failed("processes", OrderFailed("`doyen up` does not respond"))
             await asyncio.sleep(PROCESSES_S)

@@ -257,7 +257,7 @@ class ElectionRow:
 
     def learn(self, terms: Iterable[SeenTerm], *, settled: bool = False) -> bool:
         """Take in terms from an audit log or a trail. They know more than an observer. `settled`:
-        whoever wanted to record the end of its term has had the time for it."""
+        leaders have had the time to record the ends of their terms."""
         by_token = {term.token: term for term in self.terms}
         changed = False
         for known in terms:
@@ -273,8 +273,8 @@ class ElectionRow:
             if not seen.exact or seen.since != known.since:
                 seen.since, seen.exact, changed = known.since, True, True
             if known.cause == "expired" and seen.cause:
-                # Whoever saw the end of the lease saw as much. A lease that was still running, of a
-                # leader that has recorded no end, was ended for it.
+                # The observer of the end of the lease knew this already. A lease that was still
+                # running, of a leader that has recorded no end, was ended for it.
                 name = clipped(seen.name, 60)
                 if settled and seen.cause == "released":
                     seen.cause, changed = "died", True

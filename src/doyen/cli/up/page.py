@@ -61,7 +61,7 @@ class ProcessPage:
                 return await asyncio.wrap_future(done)
         except TimeoutError:  # which has cancelled it
             raise OrderFailed(
-                "`doyen up` does not react; nothing was done. Is its terminal stopped?"
+                "`doyen up` does not respond; nothing was done: its terminal may be stopped"
             ) from None
 
     def tick(self) -> None:

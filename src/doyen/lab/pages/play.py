@@ -66,7 +66,9 @@ def plan_of(run: PlayedRun, saved: Mapping[str, Plan]) -> Plan:
     """The plan of a requested run. Raises `ConfigError` if the lab does not run it."""
     for fault in run.faults:
         if fault.kind not in KINDS:
-            raise ConfigError(f"{fault.kind!r} cannot be done here: choose of {', '.join(KINDS)}")
+            raise ConfigError(
+                f"{fault.kind!r} cannot be done here: choose one of {', '.join(KINDS)}"
+            )
         if fault.at > LONGEST_S or (fault.kind != "drop" and fault.amount > 10):
             raise ConfigError(f"the fault {fault.kind!r} at {fault.at:g} s is beyond the limits")
     if run.saved:

@@ -155,8 +155,8 @@ class StoreWorld:
                     self.observer.term_changed(name, None, election=election)
 
     async def close(self) -> None:
-        """End all processes, including killed and paused ones. Raises what their tasks and
-        callbacks raised and nobody has handled: a scenario with such an error shows nothing."""
+        """End all processes, including killed and paused ones. Raises the exceptions of their tasks
+        and callbacks that were not handled: a scenario with such an error shows nothing."""
         self.transcript.closed(self)
         self.observer = None
         self.loop.after_turn = lambda: None

@@ -1,6 +1,6 @@
 """Shards: a fixed number of pieces of work, each with exactly one owner at a time.
 
-spec      what people ask for, a document that anybody who is allowed to may change
+spec      what operators ask for, a document that every client of the store may change
 plan      what the controller has decided, a document written under the controller's token
 planner   which member should own which shard, as a pure function
 steps     the next plan, as a pure function of what is asked for, planned and observed

@@ -18,7 +18,8 @@ ShardBody = Callable[[ShardTerm], Any]
 """Called for each shard that is owned. A coroutine function, or with a blocking session an ordinary
 function."""
 Prepare = Callable[[int], Any]
-"""Called with the number of a shard before that is moved here; likewise."""
+"""Called with the number of a shard before the shard is moved here; a function as for
+`ShardBody`."""
 Ended = Callable[[BaseException | None], None]
 
 
@@ -95,7 +96,11 @@ class ThreadBodies:
             self._begin(partial(self._prepare, shard), done, f"prepare {shard}")
 
     def _begin(self, call: Callable[[], object], ended: Ended, name: str) -> None:
-        threading.Thread(target=self._run, args=(call, ended), name=name, daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(call, ended), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many threads
+            self._runtime.post(partial(ended, error))
 
     def _run(self, call: Callable[[], object], ended: Ended) -> None:
         error: BaseException | None = None

@@ -175,7 +175,10 @@ class Claims:
                 try:
                     await self._plan.read()
                 except (StoreError, BadDocument):
-                    self._won = won + self._won
+                    self._won = [slot for slot in won if slot.wanted] + self._won
+                    for slot in won:
+                        if not slot.wanted:
+                            self._drop(slot)
                     await asyncio.sleep(self._core.calls.retry_pause())
                     continue
                 for slot in won:

@@ -7,7 +7,8 @@ differs. There is at most one write in `settle_s`.
 
 Only the controller writes the plan. If another program has deleted it or written something
 else, the controller restores it: as it knows it, or else from the records of the shards. A spec
-that cannot be read is left alone, because only people know what they want; the plan says so.
+that was deleted or cannot be read is left alone, because only people know what they want; the plan
+says so.
 
 The controller is the one process that watches the records of all shards. When they have not changed
 for a ttl, it checks once that each shard has one, and names those that do not in the plan.
@@ -57,17 +58,21 @@ ASIDE_FROM = 500
 TICK_S = 1.0
 """How often to look at moves and members that are waited for if nothing changes."""
 LINGER_S, LONGEST_LINGER_S = 0.5, 5.0
-"""How long after a plan, or after a record has changed, the next plan may wait for more moves to be
-complete; and how long after a plan at most."""
+"""While moves are not complete, the next plan waits until none was written and no record has
+changed for `LINGER_S`, and no longer than `LONGEST_LINGER_S` after the last plan."""
 QUIET_S = 0.05
-"""Nor is a plan written this soon after a record was created: its owner reads the plan before it
+"""A plan is not written this soon after a record was created: its owner reads the plan before it
 begins, and would have to wait until all members have read the new one. While records keep changing
 and nothing else does, the controller reads nothing: its requests would compete with those of the
-owners whose shards are on the move."""
+owners whose shards are being moved."""
 LOOKS = 4
-"""How many times in `settle_s` to see whether they are."""
+"""How many times per `settle_s` to check whether records still change."""
 CHECK_AFTER_TTLS = 10
 """If records keep changing, they are checked after this many ttls."""
+COUNTED_S = 10.0
+"""How often at least a plan is written while shards are kept for members that have gone: the next
+controller goes on with the seconds left that are in the plan. At first it is written more often, so
+that controllers that follow one another quickly do not all begin with the same number."""
 GETS_AT_ONCE = 32
 """More records than this are read by one list."""
 SPEC_UNREAD = "the spec cannot be read, and the plan stays as it is"
@@ -79,7 +84,8 @@ def group_of(name: str) -> str:
 
 
 def seen_member(member: Member) -> SeenMember:
-    """What the entry of a member says. What is not as expected counts as not said."""
+    """What the entry of a member says. A member whose entry has an unexpected value gets the weight
+    0."""
     meta: Mapping[str, Any] = member.meta
     try:
         weight = float(meta.get("weight", 1.0))
@@ -151,6 +157,7 @@ class Controller:
         self._stepped_at = 0.0
         self._said: Mapping[str, SeenMember] = {}
         """What the members said in the last step, except for the moves they are prepared for."""
+        self._took_over_at = 0.0
         self._written_at = 0.0
         self._records_at = 0.0
         """When a record changed last, and when one did first after they were checked."""
@@ -206,6 +213,7 @@ class Controller:
             self._current = await self._restored(ShardSpec.decode(asked.body), entry)
             known = entry and Versioned.unreadable(entry)
         await self._write(known)
+        self._took_over_at = self._written_at
 
     async def _read_to_take_over(self, entry: Entry) -> Versioned | None:
         """Read the plan; None if another program than a controller has written it. Such a program
@@ -267,6 +275,7 @@ class Controller:
                 " fewer shards or standbys, or shorter names and addresses"
             )
         self._known = await self._plan.write(body, expect=expect, token=self._term.token)
+        self._written_at = asyncio.get_running_loop().time()
 
     async def _step(self) -> float:
         """Take one step, and return for how long to wait before the next."""
@@ -286,9 +295,14 @@ class Controller:
         self._wakeup.woken = self._news = False
         try:
             asked = await self._spec.read()
-            if asked is None:
-                await self._wakeup.sleep(math.inf)
+            if asked is None and self._known is None:
+                await self._wakeup.sleep(math.inf)  # the set has not been created yet
                 return 0.0
+            if asked is None:
+                raise BadDocument(
+                    f"{self._spec.key} was deleted by another program. To create it again, use"
+                    f" 'doyen shards {self._name} create COUNT'"
+                )
             spec = ShardSpec.decode(asked.body)
         except BadDocument as error:
             await self._note(f"{SPEC_UNREAD}: {error}")
@@ -321,11 +335,11 @@ class Controller:
         self._stepped_at, self._said = now, said
         # The same shards may have lost their records again, so they are named again.
         missing = checking and bool(plan.unheld)
-        changed = missing or plan.significant() != self._current.significant()
+        counted = bool(plan.grace) and self._is_count_due(asyncio.get_running_loop().time())
+        changed = missing or counted or plan.significant() != self._current.significant()
         self._current = plan
         if changed or self._known is None:
             await self._write(self._known)
-            self._written_at = asyncio.get_running_loop().time()
         if changed and not plan.open:
             return spec.settle_s  # perhaps there is no record any more
         waits = self._depends_on_records() or bool(plan.grace)
@@ -337,6 +351,11 @@ class Controller:
         if self._known is not None and self._current.note != note:
             self._current = replace(self._current, note=note)
             await self._write(self._known)
+
+    def _is_count_due(self, now: float) -> bool:
+        """Whether the seconds for which shards are kept have not been written for long."""
+        pause_s = max((self._written_at - self._took_over_at) / 2, TICK_S)
+        return now >= self._written_at + min(pause_s, COUNTED_S)
 
     def _is_moving(self, spec: ShardSpec, records: Mapping[int, str], now: float) -> bool:
         """Whether moves are under way, so that the step can wait until all of them are complete:
@@ -411,8 +430,10 @@ async def control(core: SessionCore, name: str, member: str) -> None:
             await _control(Controller(core, name, term), term)
         except (StaleToken, LeadershipLost) as error:
             log.debug("%s", log_line(event="controller_ended", set=name, error=error))
-        except (StoreError, ConfigError) as error:
-            log.warning("%s", log_line(event="controller_failed", set=name, error=error))
+        except Exception as error:  # such as that no thread can be started
+            expected = isinstance(error, StoreError | ConfigError)
+            line = log_line(event="controller_failed", set=name, error=error)
+            log.warning("%s", line, exc_info=None if expected else error)
             await asyncio.sleep(core.calls.timing.ttl_s)
         finally:
             core.runtime.start(candidacy.leave())

@@ -34,11 +34,11 @@ store would leave its shard without an owner for longer. The plan is not written
 delays a move by much. Nor does one begin, for `LONGEST_CALM_S`, before all new owners of this
 member's shards are ready: each of them writes that to the store, and others read it."""
 READY_LOOK_S = 0.01
-"""How often to look whether they are."""
+"""How often to check whether the new owners are ready."""
 
 
 def calm_after(read_took_s: float) -> float:
-    """How long to let nothing go after a plan was read.
+    """How long to release no shard after a plan was read.
 
     >>> calm_after(0.001), calm_after(0.02), calm_after(2.0)
     (0.05, 0.2, 0.5)
@@ -57,10 +57,10 @@ class Moves:
         bodies: Bodies,
         *,
         changed: Callable[[], None],
-        prepared: Callable[[int], None],
+        ended: Callable[[int], None],
     ) -> None:
-        """`changed` is called when the members may have changed, `prepared` with each shard that
-        this member is prepared for."""
+        """`changed` is called when the members may have changed, `ended` with each shard for
+        which a preparation has ended."""
         self.members = WatchedKeys(core, members_key(group_of(shards)), changed)
         self.outgoing: dict[int, None] = {}
         """The shards that wait for their turn to be released."""
@@ -72,11 +72,14 @@ class Moves:
         self._shards = shards
         self._member = member
         self._bodies = bodies
-        self._on_prepared = prepared
+        self._on_ended = ended
         self._others: Mapping[str, SeenMember] = {}
         """The members to which shards of this one are moved."""
         self._prepared: dict[int, bool] = {}
-        """The moves to this member, by id, and whether it is prepared for them."""
+        """The moves to this member, by id, and whether it is prepared for them. One for which it
+        has not begun to prepare is not in it."""
+        self._preparing: set[int] = set()
+        """The shards for which a preparation runs, perhaps for a move that was aborted."""
 
     async def read_members(self, plan: ShardPlan) -> bool:
         """While shards are to move from here, see which new owners are ready. False if nothing had
@@ -108,26 +111,28 @@ class Moves:
         return all(self.is_ready(move) for n, move in moves if plan.owners[n] == self._member)
 
     def prepare(self, plan: ShardPlan, incarnation: int) -> list[int]:
-        """Prepare for what is to come. Returns the ids of the moves that this member is prepared
-        for."""
+        """Prepare for what is to come, once at a time for each shard. Returns the ids of the moves
+        that this member is prepared for."""
         coming = {
             move.id: shard
             for shard, move in plan.moves.items()
             if (move.to, move.incarnation) == (self._member, incarnation)
         }
         for move, shard in coming.items():
-            if move not in self._prepared:
+            if move not in self._prepared and shard not in self._preparing:
                 self._prepared[move] = False
+                self._preparing.add(shard)
                 self._bodies.prepare(shard, partial(self._prepare_ended, move, shard))
         self._prepared = {move: done for move, done in self._prepared.items() if move in coming}
         return [move for move, done in self._prepared.items() if done]
 
     def _prepare_ended(self, move: int, shard: int, error: BaseException | None) -> None:
+        self._preparing.discard(shard)
         if error is not None:
             log_shard_error("shard_prepare_failed", self._shards, shard, error)
         elif move in self._prepared:
             self._prepared[move] = True
-            self._on_prepared(shard)
+        self._on_ended(shard)
 
     def next_turn(self) -> int | None:
         """The shard that may be released now. The caller sets `ending` if it does."""

@@ -34,7 +34,7 @@ from doyen.errors import (
 )
 from doyen.events.reasons import REMOVED
 from doyen.manage.health import HealthCheck
-from doyen.manage.members import MemberSettings
+from doyen.manage.members import MEMBER_BYTES, MemberSettings
 from doyen.manage.registration import Registration
 from doyen.manage.shards.claims import Claims
 from doyen.manage.shards.controller import UnreadLog, control, group_of
@@ -51,12 +51,15 @@ from doyen.manage.shards.moves import (
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import Bodies, BodyFailures, ShardTerm, Slot, Stage, log_shard_error
 from doyen.manage.shards.spec import check_weight
+from doyen.manage.shards.steps import MOVES_TO_ONE
+from doyen.model import encode_json
 from doyen.term import TermState
 
 __all__ = ["OwnerSettings", "ShardOwner"]
 
-REPORTED = 32
-"""How many shards that keep failing a member reports at a time."""
+REPORT_BYTES = 3072
+"""What the entry of a member has room for besides its weight, zone and address: the ids of
+`MOVES_TO_ONE` moves, and at least a few shards that keep failing."""
 MOVED = "the plan gives it to another member"
 
 
@@ -81,6 +84,12 @@ class OwnerSettings:
                 raise ConfigError(f"{option} is a string, not {getattr(self, option)!r}")
         self.campaign(0)
         self.member({})
+        most = MEMBER_BYTES - REPORT_BYTES
+        if (size := len(encode_json(self.meta({})))) > most:
+            raise ConfigError(
+                f"weight, zone and address take {size} bytes, more than {most}: the entry of a"
+                " member has to have room for what it reports about its shards"
+            )
 
     def campaign(self, shard: int) -> CampaignSettings:
         return CampaignSettings(
@@ -119,7 +128,17 @@ class OwnEntry:
         self.incarnation = incarnation or self.incarnation
         return incarnation is not None
 
-    def say(self, state: Mapping[str, Any]) -> None:
+    def say(self, prepared: list[int], failed: Mapping[int, str], retry: int) -> None:
+        """Report the moves for which this member is prepared, and as many shards that keep failing
+        as fit. The others follow when the plan has given these to other members."""
+        reported: dict[str, str] = {}
+        state = {"prepared": prepared[:MOVES_TO_ONE], "failed": reported, "retry": retry}
+        room = MEMBER_BYTES - len(encode_json({"failed": {}, **self._settings.meta(state)}))
+        for shard, error in sorted(failed.items()):
+            room -= len(encode_json({str(shard): error}))
+            if room < 0:
+                break
+            reported[str(shard)] = error
         if state != self._said:
             self._said = state
             self._core.tasks.start(self.registration.update(self._settings.meta(state)))
@@ -170,7 +189,7 @@ class ShardOwner:
         self.plan = FollowedPlan(
             *named, slots=self.slots, changed=wake, replaced=self._plan_replaced
         )
-        self._moves = Moves(*named, bodies, changed=wake, prepared=self._due.look_again_at)
+        self._moves = Moves(*named, bodies, changed=wake, ended=self._due.look_again_at)
         self._claims = Claims(
             core, self.plan, settings.campaign, begin=self._begin, drop=self._leave
         )
@@ -274,7 +293,7 @@ class ShardOwner:
         return plan.planned(self.settings.name, self._entry.incarnation, shard, target_ready=ready)
 
     def _follow_plan(self) -> None:
-        """Let go what is not planned, claim what is, and prepare for what is to come.
+        """Release what is not planned, claim what is, and prepare for shards that are to move here.
 
         A member that is not on the list, because it has lost its lease, claims nothing.
         """
@@ -292,17 +311,12 @@ class ShardOwner:
                 self._claims.claim(slot)
         self._take_turns()
         prepared = self._moves.prepare(plan, self._entry.incarnation)
-        failed = sorted(self._failures.given_up.items())[:REPORTED]
-        self._entry.say(
-            {
-                "prepared": prepared,
-                "failed": {str(shard): error for shard, error in failed},
-                "retry": plan.retry,
-            }
-        )
+        mine, given_up = set(self.plan.mine), self._failures.given_up
+        failed = {shard: error for shard, error in given_up.items() if shard in mine}
+        self._entry.say(prepared, failed, plan.retry)
 
     def _take_turns(self) -> None:
-        """Let go shards whose new owner is ready, one at a time."""
+        """Release shards whose new owner is ready, one at a time."""
         loop = asyncio.get_running_loop()
         while (shard := self._moves.next_turn()) is not None:
             slot = self.slots.get(shard)

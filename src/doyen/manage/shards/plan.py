@@ -69,14 +69,19 @@ class ShardPlan:
     last_move: int = 0
     """The highest move id that was ever used."""
     grace: Mapping[str, float] = field(default_factory=dict)
-    """Members that have gone, and the seconds for which their shards are still kept for them."""
+    """Members that have gone, and the seconds for which their shards were still to be kept for them
+    when the plan was written."""
     failed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """The members on which the body of a shard kept failing."""
+    """The members on which the body of a shard kept failing. One that has restarted is not among
+    them any more."""
+    slow: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The members that prepared for a shard for longer than `prepare_s`, as above."""
     aside: Mapping[int, str] = field(default_factory=dict)
-    """Shards that are set aside because their body failed everywhere, and the last error."""
+    """Shards that are set aside because their body failed on several members or on all, and the
+    last error."""
     unheld: tuple[int, ...] = ()
     """Shards that were found without a leader record, at a time when none had changed for a while.
-    Their owners see to it. There may be more."""
+    Their owners read the records. There may be more."""
     retry: int = 0
     rebalanced: int = 0
     """The values of the spec's `retry` and `rebalance` that were carried out."""
@@ -121,10 +126,12 @@ class ShardPlan:
         return loads
 
     def significant(self) -> ShardPlan:
-        """The plan without what only passes the time. That a new owner is ready is worth a write,
-        which every member reads, only if the old one takes a while to end."""
+        """The plan without what changes only because time passes. That a new owner is
+        ready is worth a write, which every member reads, only if the old one takes a while to
+        end."""
         return replace(
             self,
+            grace=dict.fromkeys(self.grace, 0.0),
             moves={
                 shard: move._replace(age_s=0.0, ready=move.ready and move.age_s >= SLOW_S)
                 for shard, move in self.moves.items()
@@ -157,6 +164,7 @@ class ShardPlan:
             "last_move": self.last_move,
             "grace": {name: round(left_s, 3) for name, left_s in sorted(self.grace.items())},
             "failed": {str(shard): list(names) for shard, names in sorted(self.failed.items())},
+            "slow": {str(shard): list(names) for shard, names in sorted(self.slow.items())},
             "aside": {str(shard): error for shard, error in sorted(self.aside.items())},
             "unheld": list(self.unheld),
             "retry": self.retry,
@@ -204,10 +212,8 @@ class ShardPlan:
                 },
                 last_move=int(body.get("last_move", 0)),
                 grace={str(who): float(left) for who, left in body.get("grace", {}).items()},
-                failed={
-                    int(shard): tuple(map(str, names))
-                    for shard, names in body.get("failed", {}).items()
-                },
+                failed=_names_by_shard(body.get("failed", {})),
+                slow=_names_by_shard(body.get("slow", {})),
                 aside={int(shard): str(error) for shard, error in body.get("aside", {}).items()},
                 unheld=tuple(map(int, body.get("unheld", ()))),
                 retry=int(body.get("retry", 0)),
@@ -225,14 +231,18 @@ class ShardPlan:
     def _check(self) -> None:
         """Raise `ValueError` if parts of the plan contradict one another."""
         if any(len(column) != self.count for column in self.standbys):
-            raise ValueError("there is not one standby of each rank for each shard")
-        numbered = {*self.moves, *self.failed, *self.aside, *self.unheld}
+            raise ValueError("the lists of standbys do not have one entry for each shard")
+        numbered = {*self.moves, *self.failed, *self.slow, *self.aside, *self.unheld}
         if any(not 0 <= shard < self.count for shard in numbered):
             raise ValueError(f"there are the shards 0 to {self.count - 1} only")
         if any(not math.isfinite(move.age_s) for move in self.moves.values()):
             raise ValueError("the age of a move is a number")
         if not all(map(math.isfinite, self.grace.values())):
             raise ValueError("grace is a number of seconds")
+
+
+def _names_by_shard(raw: Mapping[str, Iterable[str]]) -> dict[int, tuple[str, ...]]:
+    return {int(shard): tuple(map(str, names)) for shard, names in raw.items()}
 
 
 _NOT_A_PLAN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)

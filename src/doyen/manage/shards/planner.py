@@ -84,6 +84,7 @@ def choose_owners(
     *,
     pins: Mapping[int, str] | None = None,
     banned: Mapping[int, Collection[str]] | None = None,
+    slow: Mapping[int, Collection[str]] | None = None,
     kept: Collection[int] = (),
     standbys: Sequence[Sequence[str]] = (),
     exact: bool = False,
@@ -91,15 +92,17 @@ def choose_owners(
     """The owner that each shard should have.
 
     `current` are the present owners; those that are not eligible count as none. A member in
-    `banned` may not own that shard. Shards in `kept` stay as they are and do not count. A standby
-    is preferred where the balance allows it. If no member is eligible, nothing changes.
+    `banned` or `slow` gets that shard only if no other can: one that is slow rather than none, one
+    that is banned if the shard has no owner, because an attempt that fails there too is reported,
+    and a shard without an owner would not be. Shards in `kept` stay as they are and do not count. A
+    standby is preferred where the balance allows it. If no member is eligible, nothing changes.
 
     >>> choose_owners(["a", "a", "a", "a"], {"a": Eligible(), "b": Eligible()})
     ['a', 'a', 'a', 'b']
     """
     if not members:
         return list(current)
-    pins, banned = pins or {}, banned or {}
+    pins, banned, slow = pins or {}, banned or {}, slow or {}
     names = sorted(members)
     owners = list(current)
     load = dict.fromkeys(names, 0)
@@ -112,10 +115,10 @@ def choose_owners(
         pin = pins.get(shard, NO_MEMBER)
         if shard in kept:
             continue
-        if pin in members and pin not in banned.get(shard, ()):
+        if pin in members and pin not in (*banned.get(shard, ()), *slow.get(shard, ())):
             owners[shard] = pin
             pinned[pin] += 1
-        elif shard in banned:
+        elif shard in banned or shard in slow:
             fixed.append(shard)
         elif owner in members:
             owned[owner].append(shard)
@@ -165,7 +168,10 @@ def choose_owners(
         load[taker] += 1
 
     for shard in fixed:
-        allowed = [name for name in names if name not in banned[shard]]
+        fit = [name for name in names if name not in banned.get(shard, ())]
+        if not fit and current[shard] == NO_MEMBER:
+            fit = names
+        allowed = [name for name in fit if name not in slow.get(shard, ())] or fit
         if current[shard] not in allowed:
             owners[shard] = min(allowed, key=excess, default=NO_MEMBER)
             if allowed:

@@ -155,7 +155,11 @@ async def move(
     def unplanned(seen: ShardMap) -> str:
         if shard in seen.moves and seen.moves[shard].to != to:
             return f"shard {shard} is on its way to {seen.moves[shard].to!r}"
-        return owned_by(seen.owners[shard] if shard < seen.count else "")
+        left = owned_by(seen.owners[shard] if shard < seen.count else "")
+        for why, banned in (("failed", seen.failed), ("was prepared too slowly", seen.slow)):
+            if left and to in banned.get(shard, ()):
+                left += f"; it {why} on {to!r}, and 'doyen shards {name} retry' tries it again"
+        return left
 
     async def unheld() -> str:
         record = await core.call(core.store.get(leader_key(f"{name}/{shard}", "shards")))
@@ -306,6 +310,7 @@ async def planned_moves(core: SessionCore, name: str) -> list[PlannedMove]:
         eligible(spec, await seen_members(core, name)),
         pins=spec.pins,
         banned=plan.failed,
+        slow=plan.slow,
         kept={*plan.aside, *(n for n, owner in enumerate(reached) if owner in plan.grace)},
         standbys=plan.standbys,
         exact=True,

@@ -58,6 +58,9 @@ class ShardMap:
     moves: Mapping[int, Move] = field(default_factory=dict)
     aside: Mapping[int, str] = field(default_factory=dict)
     failed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The members on which the body of a shard kept failing."""
+    slow: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The members that prepared for a shard for longer than `prepare_s`."""
     grace: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     spec: int = 0
@@ -102,6 +105,7 @@ def map_of(name: str, version: Versioned | None, *, regressed: bool = False) -> 
         plan.moves,
         plan.aside,
         plan.failed,
+        plan.slow,
         plan.grace,
         plan.note,
         plan.spec,

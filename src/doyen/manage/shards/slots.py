@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from doyen.election.attempt import Attempt
 from doyen.election.leader import Leading
 from doyen.events.log_lines import log_line
+from doyen.model import encode_json
 from doyen.term import Term
 
 __all__ = ["Bodies", "BodyFailures", "ShardTerm", "Slot", "Stage", "log_shard_error"]
@@ -24,6 +25,8 @@ log = logging.getLogger("doyen")
 
 STEADY_S = 60.0
 """A body that has run for this long has not failed to start; its earlier failures are forgotten."""
+ERROR_BYTES = 100
+"""How much of an exception is reported. Characters of other scripts take several bytes each."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """How long to wait before a body that ended is run again: doubled with each failure in a row."""
@@ -102,7 +105,7 @@ class BodyFailures:
         self._in_a_row[shard] = failures
         self._not_before[shard] = now + min(PAUSE_S * 2**failures, LONGEST_PAUSE_S)
         if error is not None and failures >= limit:
-            self.given_up[shard] = repr(error)[:100]
+            self.given_up[shard] = _shortened(repr(error))
 
     def next_time(self) -> float:
         """When a body that ended is run again."""
@@ -112,6 +115,14 @@ class BodyFailures:
         """The shards whose body is not run again yet."""
         self._not_before = {n: at for n, at in self._not_before.items() if at > now}
         return self._not_before.keys()
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text that takes at most `ERROR_BYTES` in the entry of a member."""
+    text = text[:ERROR_BYTES]
+    while len(encode_json(text)) > ERROR_BYTES:
+        text = text[:-1]
+    return text
 
 
 def log_shard_error(event: str, shards: str, shard: int, error: BaseException) -> None:

@@ -37,7 +37,8 @@ class ShardSpec:
     """How many standbys each shard has. Standbys are in other zones than the owner, if there are
     other zones."""
     moves_at_once: int = 16
-    """How many shards may be on their way from one live owner to another."""
+    """How many shards may be on their way from one live owner to another. At most 256 are on their
+    way to one member."""
     prepare_s: float = 30.0
     """How long a new owner may prepare before its move is aborted."""
     ending_s: float = 10.0

@@ -6,7 +6,8 @@ next step. Nothing that a step needs is kept elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -15,10 +16,13 @@ from doyen.manage.shards.plan import NO_MEMBER, Move, PlannedMember, ShardPlan
 from doyen.manage.shards.planner import Eligible, choose_owners, choose_standbys
 from doyen.manage.shards.spec import ShardSpec
 
-__all__ = ["SeenMember", "eligible", "next_plan", "unheld"]
+__all__ = ["MOVES_TO_ONE", "SeenMember", "eligible", "next_plan", "unheld"]
 
 FAILED_ON = 2
 """On how many members a body has to keep failing before its shard is set aside."""
+MOVES_TO_ONE = 256
+"""How many shards are on their way to one member at a time: it reports that it is prepared for them
+in its entry, which has a limit."""
 UNHELD = 32
 """How many shards without a record a plan names at a time."""
 
@@ -39,6 +43,8 @@ class SeenMember(NamedTuple):
 
 
 Members = Mapping[str, SeenMember]
+Banned = Mapping[int, tuple[str, ...]]
+"""Members that should not get a shard, by shard."""
 
 
 def eligible(spec: ShardSpec, members: Members) -> dict[str, Eligible]:
@@ -67,8 +73,8 @@ def next_plan(
 ) -> ShardPlan:
     """The plan that follows `plan`, which is returned unchanged if there is nothing to do.
 
-    `records` has the holder of each leader record that exists: those of shards on the move, and all
-    of them while the plan is not open. `elapsed_s` is the time since the last step.
+    `records` has the holder of each leader record that exists: those of shards that are being
+    moved, and all of them while the plan is not open. `elapsed_s` is the time since the last step.
     """
     if spec.paused and plan.generation:
         return plan
@@ -93,6 +99,7 @@ def _resized(plan: ShardPlan, count: int) -> ShardPlan:
         standbys=tuple(map(resized, plan.standbys)),
         moves={shard: move for shard, move in plan.moves.items() if shard < count},
         failed={shard: names for shard, names in plan.failed.items() if shard < count},
+        slow={shard: names for shard, names in plan.slow.items() if shard < count},
         aside={shard: error for shard, error in plan.aside.items() if shard < count},
         unheld=(),
     )
@@ -115,8 +122,9 @@ class _Step:
         self.moves: dict[int, Move] = {}
         self.eligible = eligible(spec, members)
         retry = spec.retry != plan.retry
-        self.failed = {} if retry else dict(plan.failed)
-        self.aside = {} if retry else dict(plan.aside)
+        self.failed = {} if retry else self._remaining(plan.failed)
+        self.slow = {} if retry else self._remaining(plan.slow)
+        self.aside = {} if retry else {n: e for n, e in plan.aside.items() if self._is_spent(n)}
         self.grace = self._grace()
 
     def result(self) -> ShardPlan:
@@ -151,13 +159,33 @@ class _Step:
             last_move=last_move,
             started=started,
             grace=self.grace,
-            failed=self.failed,
+            failed=self._except_owners(self.failed),
+            slow=self._except_owners(self.slow),
             aside=self.aside,
             retry=self.spec.retry,
             rebalanced=rebalanced,
             failures=self.spec.failures,
             note=note,
         )
+
+    def _remaining(self, banned: Banned) -> dict[int, tuple[str, ...]]:
+        """The members that are still banned from shards. One that has restarted is not."""
+        incarnations = {name: each.incarnation for name, each in self.plan.members.items()}
+        same = {
+            name
+            for name, each in self.members.items()
+            if incarnations.get(name) == each.incarnation
+        }
+        return _filtered(banned, lambda _, name: name in same)
+
+    def _except_owners(self, banned: Banned) -> dict[int, tuple[str, ...]]:
+        """A member that has got the shard nevertheless is not banned from it any more."""
+        return _filtered(banned, lambda shard, name: name != self.owners[shard])
+
+    def _is_spent(self, shard: int) -> bool:
+        """Whether the body of a shard has failed on too many members to try another one."""
+        failed_on = self.failed.get(shard, ())
+        return len(failed_on) >= FAILED_ON or not set(self.eligible) - set(failed_on)
 
     def _grace(self) -> dict[str, float]:
         """The owners that have gone and whose shards are still kept for them."""
@@ -187,14 +215,14 @@ class _Step:
                 continue
             ready = move.id in target.prepared
             age_s = move.age_s + self.elapsed_s if ready == move.ready else 0.0
-            if shard in target.failed or (not ready and age_s >= self.spec.prepare_s):
-                self._fail(shard, move.to)
+            if shard in target.failed:
+                _ban(self.failed, shard, move.to)
+                continue
+            if not ready and age_s >= self.spec.prepare_s:
+                _ban(self.slow, shard, move.to)
                 continue
             stuck = ready and (move.stuck or age_s >= self.spec.ending_s)
             self.moves[shard] = move._replace(ready=ready, stuck=stuck, age_s=age_s)
-
-    def _fail(self, shard: int, member: str) -> None:
-        self.failed[shard] = (*self.failed.get(shard, ()), member)
 
     def _take_from_the_gone(self) -> None:
         for shard, owner in enumerate(self.owners):
@@ -206,14 +234,12 @@ class _Step:
             if member.retry != self.plan.retry or self.spec.retry != self.plan.retry:
                 continue
             for shard, error in sorted(member.failed.items()):
-                if shard >= len(self.owners) or self.owners[shard] != name:
+                if not 0 <= shard < len(self.owners) or self.owners[shard] != name:
                     continue
-                if name not in self.failed.get(shard, ()):
-                    self._fail(shard, name)
+                _ban(self.failed, shard, name)
                 self.moves.pop(shard, None)
                 self.owners[shard] = NO_MEMBER
-                failed_on = self.failed[shard]
-                if len(failed_on) >= FAILED_ON or not set(self.eligible) - set(failed_on):
+                if self._is_spent(shard):
                     self.aside[shard] = error
 
     def _assign(self) -> bool:
@@ -225,6 +251,7 @@ class _Step:
             self.eligible,
             pins=spec.pins,
             banned=self.failed,
+            slow=self.slow,
             kept={
                 shard
                 for shard, name in enumerate(reached)
@@ -234,6 +261,7 @@ class _Step:
             exact=spec.rebalance != self.plan.rebalanced,
         )
         budget = spec.moves_at_once - sum(not move.stuck for move in moves.values())
+        coming = Counter(move.to for move in moves.values())
         next_id = self.plan.last_move + 1
         pending = False
         for shard, name in enumerate(wanted):
@@ -241,11 +269,12 @@ class _Step:
                 continue
             if owners[shard] == NO_MEMBER:
                 owners[shard] = name
-            elif shard in moves or budget <= 0:
+            elif shard in moves or budget <= 0 or coming[name] >= MOVES_TO_ONE:
                 pending = True
             else:
                 moves[shard] = Move(name, self.members[name].incarnation, next_id)
                 next_id += 1
+                coming[name] += 1
                 budget -= 1
         return pending
 
@@ -256,3 +285,12 @@ class _Step:
             f"nothing is assigned: {found} eligible members, and {self.spec.min_members} are needed"
             + (f"; with weight 0: {', '.join(drained)}" if drained else "")
         )
+
+
+def _filtered(banned: Banned, keep: Callable[[int, str], bool]) -> dict[int, tuple[str, ...]]:
+    left = {n: tuple(name for name in names if keep(n, name)) for n, names in banned.items()}
+    return {shard: names for shard, names in left.items() if names}
+
+
+def _ban(banned: dict[int, tuple[str, ...]], shard: int, member: str) -> None:
+    banned[shard] = tuple(dict.fromkeys((*banned.get(shard, ()), member)))

@@ -168,8 +168,8 @@ class SmallestId(ReplicatedServer):
         """Campaign if this server is the one to do so, and enough others are looking."""
         if self._vote_token or len(self._answered_by) < self._majority:
             return
-        everybody = len(self._present.keys() | self._unreachable) == len(self._rank)
-        if (self._now >= self._gathered or everybody) and self._first_to_stand() == self.id:
+        complete = len(self._present.keys() | self._unreachable) == len(self._rank)
+        if (self._now >= self._gathered or complete) and self._first_to_stand() == self.id:
             self._become_candidate()
 
     def _first_to_stand(self) -> str:

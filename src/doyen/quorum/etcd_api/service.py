@@ -43,7 +43,7 @@ from doyen.quorum.etcd_api.messages import (
     txn_request,
 )
 from doyen.quorum.etcd_api.replica import Replica
-from doyen.quorum.etcd_api.watches import PROGRESS_S, WatchService
+from doyen.quorum.etcd_api.watches import WatchService
 from doyen.quorum.keyspace.commands import EtcdCompact, EtcdGrant, EtcdRevoke, Put, encode
 from doyen.quorum.keyspace.etcd_requests import EtcdResults, KeysRead
 from doyen.quorum.keyspace.etcd_state import only_reads
@@ -81,13 +81,12 @@ class EtcdApi:
         *,
         election_s: float = 1.0,
         url: str = "",
-        progress_s: float = PROGRESS_S,
     ) -> None:
         """`url` is where clients reach this API on this node."""
         self.replica = replica = Replica(driver, keyspace, members)
         self.keys = KeyService(replica)
         self.leases = LeaseService(replica, election_s)
-        self.watches = WatchService(replica, election_s, progress_s)
+        self.watches = WatchService(replica, election_s)
         elections = Elections(replica, self.watches.hub, self.leases.session)
         self.unary: dict[rpc.EtcdMethod, Unary] = {
             **self.keys.unary,

@@ -90,7 +90,7 @@ class EtcdWatch:
 
 
 class Watcher(Protocol):
-    """Whoever has watches."""
+    """The owner of watches, which is notified of their changes."""
 
     def mark(self, watch: EtcdWatch, since: int) -> None:
         """A watch has something to tell, of changes since a revision."""
@@ -152,7 +152,7 @@ class WatchHub:
             del self._waiting[future]
 
     def fail(self, error: Exception) -> None:
-        """Have everybody who waits for a change get this error."""
+        """Raise this error in all calls that wait for a change."""
         for future in self._waiting:
             if not future.done():
                 future.set_exception(error)
@@ -226,13 +226,11 @@ class WatchStream:
         hub: WatchHub,
         keyspace: Keyspace,
         header: Callable[[int], bytes],
-        progress_s: float,
     ) -> None:
         """`header` makes the beginning of a response, for a revision."""
         self._hub = hub
         self._keyspace = keyspace
         self._header = header
-        self._progress_s = progress_s
         self._watches: dict[int, EtcdWatch] = {}
         self._next = 0
         self._behind: deque[EtcdWatch] = deque()
@@ -320,7 +318,7 @@ class WatchStream:
 
     async def responses(self) -> AsyncIterator[bytes]:
         """What the client is sent, each when it has taken the one before."""
-        timer = self._loop.call_later(self._progress_s, self._notice_progress)
+        timer = self._loop.call_later(PROGRESS_S, self._notice_progress)
         quiet: dict[EtcdWatch, None] = {}
         """Watches that were told nothing since the last notification of progress."""
         try:
@@ -341,7 +339,7 @@ class WatchStream:
                     yield self._header(self._hub.seen) + ALL_WATCHES
                 elif self._progress_due:
                     self._progress_due = False
-                    timer = self._loop.call_later(self._progress_s, self._notice_progress)
+                    timer = self._loop.call_later(PROGRESS_S, self._notice_progress)
                     # Meanwhile there may be changes that these watches have not been told of.
                     header = self._header(self._hub.seen)
                     for watch in quiet:
@@ -384,13 +382,12 @@ class WatchStream:
 
 
 class WatchService:
-    """The Watch service. When this node knows no leader, it ends streams and whoever waits for a
-    change, so that their clients go to another node."""
+    """The Watch service. When this node knows no leader, it ends streams and the calls that wait
+    for a change, so that their clients go to another node."""
 
-    def __init__(self, replica: Replica, election_s: float, progress_s: float) -> None:
+    def __init__(self, replica: Replica, election_s: float) -> None:
         self._replica = replica
         self._election_s = election_s
-        self._progress_s = progress_s
         self.hub = WatchHub(replica.driver, replica.keyspace)
         self.streams: dict[WatchStream, None] = {}
         self._header_of: Any = None
@@ -446,7 +443,7 @@ class WatchService:
 
     async def watch_encoded(self, requests: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         """One stream of a client."""
-        stream = WatchStream(self.hub, self._replica.keyspace, self._header, self._progress_s)
+        stream = WatchStream(self.hub, self._replica.keyspace, self._header)
         self.streams[stream] = None
         reading = self._replica.loop.create_task(self._take(requests, stream))
         try:

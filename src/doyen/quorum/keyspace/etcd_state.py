@@ -3,9 +3,9 @@
 It is a part of the replicated state, beside the entries of doyen's own elections, and not the same
 keys: etcd's revision counts only changes of keys and begins at 1, a transaction changes any number
 of keys at one revision, keys are bytes, and earlier versions can be read until they are compacted.
-doyen's revisions are tokens, which also number leases and tickets. What the two share is what
-neither has to define: the log, the eras and clocks of leases, the quota and the version of the
-cluster (see `state`). A lease of etcd is a lease of the keyspace that has an id of etcd as well.
+doyen's revisions are tokens, which also number leases and tickets. The two share the log, the eras
+and clocks of leases, the quota and the version of the cluster (see `state`). A lease of etcd is a
+lease of the keyspace that has an id of etcd as well.
 
 Invariants:
 
@@ -47,7 +47,7 @@ from doyen.quorum.keyspace.etcd_requests import (
     SortTarget,
     TransactionDone,
 )
-from doyen.quorum.keyspace.sorted_map import Block, SortedMap
+from doyen.quorum.keyspace.sorted_map import APART, Block, SortedMap
 
 __all__ = ["EtcdKeyspace", "RequestRefused", "cost", "only_reads"]
 
@@ -387,7 +387,7 @@ class EtcdKeyspace:
             if old.mod <= self._floor:
                 self._replaced[key] = old
         if record.version:
-            self._live.put(key, record, position)
+            self._live.put(key, record, position, old is None or len(old.value) <= APART)
             self._live_bytes += _size(record)
             if record.lease and (keys := self._bound.get(record.lease)) is not None:
                 keys[key] = None
@@ -463,7 +463,7 @@ def _compare(found: Any, result: CompareResult, wanted: Any) -> bool:
 
 
 def _base(
-    blocks: list[Block[bytes, EtcdRecord]], replaced: Iterable[EtcdRecord], floor: int
+    blocks: Iterable[Block[bytes, EtcdRecord]], replaced: Iterable[EtcdRecord], floor: int
 ) -> Iterator[EtcdRecord]:
     unchanged = (each for _, records in blocks for each in records if each.mod <= floor)
     return merge(unchanged, sorted(replaced, key=_KEY), key=_KEY)

@@ -111,7 +111,7 @@ def encode_pieces(
     head: SnapshotHeader,
     leases: Iterable[tuple[int, float]],
     ended: list[int],
-    blocks: list[Block[str, StoredEntry]],
+    blocks: Iterable[Block[str, StoredEntry]],
     changes: list[Change],
 ) -> Iterator[bytes]:
     """Encode a snapshot, each piece when it is taken."""

@@ -27,9 +27,10 @@ error tree and the other modules of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import Any, Final
 
 import msgspec
@@ -91,7 +92,7 @@ from doyen.quorum.keyspace.snapshot import (
     encode_etcd,
     encode_pieces,
 )
-from doyen.quorum.keyspace.sorted_map import Block, SortedMap
+from doyen.quorum.keyspace.sorted_map import APART, Block, SortedMap
 from doyen.quorum.keyspace.versions import ETCD, FIRST, NEWEST, UPDATES
 
 __all__ = ["QUOTA", "Keyspace", "UnknownCommand"]
@@ -170,6 +171,8 @@ class Keyspace:
         # Ended leases in the order of their ends, with the keys that are not removed yet in the
         # order in which they were bound. Some of them may have been replaced since.
         self._ended: dict[int, Iterator[str]] = {}
+        self._ended_at: tuple[int, frozenset[int]] = -1, frozenset()
+        """Those at a revision."""
         self.etcd = EtcdKeyspace()
         """The etcd keyspace. Its keys are not among the entries."""
         self._etcd_bytes = 0
@@ -216,37 +219,38 @@ class Keyspace:
     def list(self, prefix: str) -> Iterator[StoredEntry]:
         """All entries whose key begins with `prefix` and a slash, in order, as of now: commands
         that are applied while it is iterated do not show."""
+        return chain.from_iterable(self.scan(prefix))
+
+    def scan(self, prefix: str) -> Iterator[Sequence[StoredEntry]]:
+        """`list`, one block of the map at a time, so that its reader can pause. A block whose
+        entries all belong to ended leases and are not removed yet gives an empty sequence."""
         # "0" is the character after the slash.
         blocks = self._entries.blocks_between(f"{prefix}/", f"{prefix}0")
-        return _below(blocks, f"{prefix}/", frozenset(self._ended))
+        return _below(blocks, f"{prefix}/", self._ended_now())
 
     def head(self, line: str) -> StoredEntry | None:
         """The first entry of `list`."""
-        prefix = line + "/"
-        for key, entry in self._entries.ascending(prefix):
-            if not key.startswith(prefix):
-                break
-            if entry.lease not in self._ended:
-                return entry
-        return None
+        return next((entries[0] for entries in self.scan(line) if entries), None)
 
     def ahead(self, ticket: StoredEntry) -> StoredEntry | None:
         """The ticket directly before this one, which must exist."""
+        return next((entries[-1] for entries in self.scan_back(ticket) if entries), None)
+
+    def scan_back(self, ticket: StoredEntry) -> Iterator[Sequence[StoredEntry]]:
+        """The tickets of a line before this one, which must exist, as of now, one block of the map
+        at a time, the nearest block first. A block may give an empty sequence."""
         line = ticket.key.rpartition("/")[0] + "/"
-        at: str | None = ticket.key if ticket.ticket else None
-        while at is not None:
-            below, at = self._entries.descending(at), None
-            for key, entry in below:
-                if not key.startswith(line):
-                    break
-                if "/" not in key[len(line) :]:
-                    if entry.ticket and entry.lease not in self._ended:
-                        return entry
-                    continue
-                # An entry below another key of the line, perhaps one of many: skip all of them.
-                at = line + key[len(line) :].partition("/")[0] + "/"
-                break
-        return None
+        beyond = ticket.key if ticket.ticket else line
+        return _before(self._entries.blocks_between(line, beyond), line, beyond, self._ended_now())
+
+    def _ended_now(self) -> Container[int]:
+        """The ended leases, for reads of which the rest is done later. Leases whose keys have all
+        been replaced may be among them."""
+        at, ended = self._ended_at
+        if at != self.revision:
+            ended = frozenset(self._ended)
+            self._ended_at = self.revision, ended
+        return ended
 
     def _live(self, entry: StoredEntry | None) -> StoredEntry | None:
         return None if entry is not None and entry.lease in self._ended else entry
@@ -356,6 +360,7 @@ class Keyspace:
                 held.keys.update((key, None) for _, key in keys)
         self._leases, self._entries, self.etcd = leases, entries, etcd
         self._ended = {lease: iter([key for _, key in bound.get(lease, ())]) for lease in ended}
+        self._ended_at = -1, frozenset()
         self.revision, self.era, self.version = head.revision, head.era, head.version
         self.newest_lease = self.revision
         self._etcd_bytes = etcd.bytes
@@ -401,25 +406,44 @@ class Keyspace:
         return encode(Written(revision, revision))
 
     def _put(self, command: Put) -> bytes:
-        key = command.key
+        key, replaced = command.key, self._entries.replaced
+        present = replaced.get(key)
+        if (
+            present is not None
+            and not present.lease
+            and present.version == command.if_version
+            and not self.alarm
+        ):
+            # The same as below in fewer steps, for a key that is written again and again: every
+            # node carries out every write.
+            value, first = command.value, present.revision
+            size = self.bytes + len(value) - len(present.value)
+            if size <= self.quota:
+                self.bytes = size
+                self.revision = version = self.revision + 1
+                key = present.key
+                replaced[key] = StoredEntry(key, value, first, version, 0, present.ticket)
+                self.history.add(Change(version, key, _PUT))
+                return encode(Written(first, version))
         position = self._entries.seek(key)
         present = position[2]
-        version = self.revision + 1
+        revision = version = self.revision + 1
+        lease = 0
         if present is None or (present.lease and present.lease in self._ended):
             if command.if_version:
                 return _CONDITION_FAILED
-            lease, entry = 0, StoredEntry(key, command.value, version, version)
+            entry = StoredEntry(key, command.value, revision, version)
         elif present.version != command.if_version:
             return _CONDITION_FAILED
         else:
             # The key that is held already: the history would hold a copy for each change.
-            key, lease = present.key, present.lease
-            entry = StoredEntry(key, command.value, present.revision, version, 0, present.ticket)
+            key, revision, lease = present.key, present.revision, present.lease
+            entry = StoredEntry(key, command.value, revision, version, 0, present.ticket)
         if (full := self._write(entry, position)) is not None:
             return full
         if lease and (held := self._leases.get(lease)) is not None:
             del held.keys[key]
-        return encode(Written(entry.revision, version))
+        return encode(Written(revision, version))
 
     def _update(self, command: Update) -> bytes:
         if self.version < UPDATES:  # nodes do not propose it in such a cluster
@@ -609,7 +633,7 @@ class Keyspace:
         if more < 0:
             self._update_alarm()
         self.revision = revision = self.revision + 1
-        self._entries.put(key, entry, position)
+        self._entries.put(key, entry, position, present is None or len(present.value) <= APART)
         self.history.add(Change(revision, key, _PUT, entry.lease))
         return None
 
@@ -639,11 +663,32 @@ def _size(entry: StoredEntry) -> int:
 
 def _below(
     blocks: list[Block[str, StoredEntry]], prefix: str, ended: Container[int]
-) -> Iterator[StoredEntry]:
+) -> Iterator[Sequence[StoredEntry]]:
     for keys, entries in blocks:
-        for key, entry in zip(keys, entries, strict=True):
-            if key.startswith(prefix):
-                if entry.lease not in ended:
-                    yield entry
-            elif key > prefix:
-                return
+        below = [key.startswith(prefix) for key in (keys[0], keys[-1])]
+        some = entries if all(below) else compress(entries, (k.startswith(prefix) for k in keys))
+        yield [entry for entry in some if entry.lease not in ended]
+
+
+def _before(
+    blocks: list[Block[str, StoredEntry]], line: str, beyond: str, ended: Container[int]
+) -> Iterator[Sequence[StoredEntry]]:
+    at = len(line)
+    while blocks:
+        keys, entries = blocks.pop()
+        yield [
+            entry
+            for key, entry in zip(keys, entries, strict=True)
+            if line < key < beyond
+            and entry.ticket
+            and entry.lease not in ended
+            and "/" not in key[at:]
+        ]
+        child, slash, _ = keys[0][at:].partition("/")
+        if slash and keys[0] > line:
+            # An entry below another key of the line, perhaps one of many: skip all of them.
+            del blocks[bisect_left(blocks, f"{line}{child}/", key=_first) :]
+
+
+def _first(block: Block[str, StoredEntry]) -> str:
+    return block[0][0]

@@ -3,8 +3,9 @@
 Every node applies the same log, so a command, or a new meaning of a known command, may enter the
 log only when every member understands it. The cluster therefore has a version, kept in the
 replicated state. Each node sends the versions it supports in its handshake. The leader raises the
-cluster's version when all members are connected and support a newer one; a member that is down
-counts as one that does not. From then on, nodes that do not support it are refused as peers.
+cluster's version when all members are connected and support a newer one. A member that is down
+counts as one that supports `IDENTIFIED` if its member id is recorded, and otherwise as one that
+supports nothing newer. From then on, nodes that do not support it are refused as peers.
 
     1   the first release
     2   leases end in slices; results of any size are remembered; a quota on the keyspace;
@@ -20,11 +21,13 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ETCD", "FIRST", "NEWEST", "OLDEST", "UPDATES"]
+__all__ = ["ETCD", "FIRST", "IDENTIFIED", "NEWEST", "OLDEST", "UPDATES"]
 
 FIRST: Final = 1
 """The version of a new cluster, and of a node whose handshake names none."""
 OLDEST: Final = 1
+IDENTIFIED: Final = 2
+"""The version that every release with member ids supports (see `node.membership`)."""
 UPDATES: Final = 3
 """The version from which on `Update` may enter the log."""
 ETCD: Final = 4

@@ -101,7 +101,7 @@ def changed(members: Membership, request: AdminRequest) -> Membership:
             ids.pop(node, None)
     if request.what not in ("add", "promote", "remove"):
         raise OrderFailed(
-            f"unknown request {request.what!r}: there are transfer, add, promote and remove"
+            f"unknown request {request.what!r}: known are transfer, add, promote and remove"
         )
     if not voters:
         raise OrderFailed(f"{node} is the last voter: without it there is no quorum")
@@ -299,7 +299,14 @@ class Administration:
         settled = self._pump.loop.create_future()
         self._transfers.append(settled)
         self._pump.step(TransferAsked(to, full))
-        await settled
+        try:
+            await settled
+        except OrderFailed as error:
+            if not full:
+                raise
+            raise OrderFailed(
+                f"{error}; these have no room on their disks: {', '.join(full)}"
+            ) from None
         if to and core.leader != to:
             raise OrderFailed(f"{core.leader} leads now, not {to}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from msgspec import Struct
@@ -57,7 +58,7 @@ class ServedClient:
     __slots__ = (
         *("_drain", "_loop", "_read", "_results", "_results_bytes", "_results_ids", "allowed"),
         *("backlog", "backlog_bytes", "connection", "draining", "held", "lists", "looks", "name"),
-        *("paused", "reads", "role", "watches"),
+        *("names", "paused", "reads", "role", "watches"),
     )
 
     def __init__(
@@ -76,6 +77,8 @@ class ServedClient:
         self.allowed = roles.allowed(self.role)
         self.name = ""
         """The name under which it numbers its writes."""
+        self.names = 0
+        """How many names it has taken."""
         self.backlog: deque[tuple[int, bytes]] = deque()
         """Frames that have arrived and are not handled yet."""
         self.backlog_bytes = 0
@@ -129,7 +132,7 @@ class ServedClient:
     def settle_all(self, requests: Sequence[int], results: Sequence[bytes]) -> None:
         """`settle`, for writes that were all carried out."""
         size = self._results_bytes + sum(map(len, results))
-        if size > PIECE or not _SPECIAL_KINDS.isdisjoint({result[:2] for result in results}):
+        if size > PIECE or not _SPECIAL_TAGS.isdisjoint(map(_tag, results)):
             for request, result in zip(requests, results, strict=True):
                 self.settle(request, result, None)
             return
@@ -179,7 +182,8 @@ def error_code(error: BaseException) -> ErrorCode:
 
 _SPECIAL = encode(QuotaExceeded(0, 0))[:2], encode(LargeEntryExists(""))[:2]
 """How the encoded results begin that are not sent as they are."""
-_SPECIAL_KINDS = frozenset(_SPECIAL)
+_tag = itemgetter(1)
+_SPECIAL_TAGS = frozenset(map(_tag, _SPECIAL))
 
 
 def _beyond_quota(full: QuotaExceeded) -> str:

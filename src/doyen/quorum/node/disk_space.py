@@ -45,8 +45,8 @@ SPARE_BYTES = 4 << 20
 
 
 class DiskUsage:
-    """The size of the disk of a data directory, and what is free of it, for people to look at. A
-    thread looks at it, since a disk that hangs must not hold up the node."""
+    """The size of the disk of a data directory, and its free space, for display. A thread looks at
+    it, since a disk that hangs must not hold up the node."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path

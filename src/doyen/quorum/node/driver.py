@@ -165,7 +165,7 @@ class Driver:
         log.warning("%s", log_line(event="handover_failed", node=self.id))
 
     def crash(self) -> None:
-        """Stop at once, as a process that is killed."""
+        """Stop at once, as if the process were killed."""
         self.pump.end()
 
     # State.
@@ -192,8 +192,7 @@ class Driver:
         return self.core.membership
 
     def supported(self) -> int:
-        """The newest version of the replicated state that every member supports. A member that is
-        not connected counts as one that supports none."""
+        """The newest version of the replicated state that every member is known to support."""
         supports = self._transport.supports
         return min(
             NEWEST if peer == self.id else supports(peer) for peer in self.membership.everyone

@@ -22,8 +22,8 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 AGAIN_S = 0.2
-"""For how long the same metrics are served: many who ask cost the node, which renders them between
-its other work, no more than few."""
+"""For how long rendered metrics are served again. The node renders them between its other work, so
+the cost must not grow with the number of requests."""
 
 
 def pages(

@@ -126,6 +126,10 @@ class KeyspaceLeases:
         if leading and not self._leading:
             self._leading, self._generation = True, generation
             self._begin()
+            # Proposed before any write of a client, whose meaning may depend on the version: the
+            # first version does not remember large results.
+            if (command := self._raise()) is not None:
+                self._submit(command, lambda *_: None)
 
     def _leave(self) -> None:
         self._leading = False
@@ -333,12 +337,17 @@ class KeyspaceLeases:
         keyspace = self._keyspace
         if keyspace.ended:
             return RemoveEndedKeys()
-        if keyspace.version < NEWEST:
-            supported = min(self._driver.supported(), NEWEST)
-            if supported > keyspace.version:
-                return RaiseVersion(supported)
+        if (command := self._raise()) is not None:
+            return command
         if keyspace.version > FIRST and keyspace.quota != self._quota_bytes:
             return SetQuota(self._quota_bytes)
+        return None
+
+    def _raise(self) -> RaiseVersion | None:
+        """The command that raises the version, if it may rise."""
+        version = self._keyspace.version
+        if version < NEWEST and (supported := min(self._driver.supported(), NEWEST)) > version:
+            return RaiseVersion(supported)
         return None
 
     def _upkeep_done(

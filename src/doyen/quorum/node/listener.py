@@ -227,8 +227,8 @@ def _bind(family: int, where: tuple[Any, ...]) -> socket.socket:
 class PendingConnection(asyncio.Protocol):
     """A connection that has not proved its identity, or that is an HTTP request.
 
-    It counts, and its time runs, from before the TLS handshake; `asyncio.start_server` would show a
-    connection only after that.
+    It is counted, and its time limit runs, from before the TLS handshake; `asyncio.start_server`
+    would show a connection only after that.
     """
 
     def __init__(self, listener: Listener, http_only: bool, where: str) -> None:

@@ -4,14 +4,20 @@ A read waits until this node is current (`LinearizableReads`). Answers are sent 
 client takes them: while its connection is congested, the requests wait, and each value is read
 when it can be sent. This includes the entry because of which a create was refused. Long lists and
 copies are sent in pieces of one consistent state.
+
+Entries of ended leases that are not removed yet are passed over, and there may be many of them. All
+reads together look at a bounded part of the keyspace in one turn of the event loop. A search for
+one ticket goes on in the next turn, in the state in which it began.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
+
+from msgspec import Struct
 
 from doyen.errors import DoyenError
 from doyen.quorum.keyspace.commands import EntryExists, StoredEntry, encode
@@ -31,6 +37,26 @@ from doyen.quorum.protocol.requests import (
 
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
+BLOCKS: Final = 512
+"""How much of the keyspace is looked at for one piece of a list, and for all reads of one turn of
+the loop, in blocks of the sorted map. A piece may be empty: entries of an ended lease that are not
+removed yet are not in the list."""
+
+
+class _Search(Struct, eq=False):
+    """A read of one ticket of a line that goes on."""
+
+    ids: list[int]
+    """Of the requests that it answers."""
+    blocks: Iterator[Sequence[StoredEntry]]
+    at: int
+    """Which entry of the first block that is not empty is wanted."""
+    line: str = ""
+    """The line whose head is searched for, in the turn in which it begins."""
+
+
+_LOOKING = frozenset({requests.Head, requests.Ahead, requests.Scan, _Search})
+"""The reads that may look at much of the keyspace."""
 
 
 class Lists:
@@ -40,20 +66,26 @@ class Lists:
         self,
         driver: Driver,
         keyspace: Keyspace,
-        start: Callable[[Coroutine[Any, Any, None]], None],
+        start: Callable[[Coroutine[Any, Any, None], ServedClient], None],
         resume: Callable[[FrameConnection], None],
     ) -> None:
-        """`start` runs a task; `resume` goes on serving a client that was congested."""
+        """`start` runs a task for a client; `resume` goes on serving one that was congested."""
         self._driver = driver
         self._keyspace = keyspace
         self._start = start
         self._resume = resume
+        self._looked = 0
+        """How many blocks were looked at, in this turn of the loop at least."""
+        self._turns = asyncio.Lock()
+        """Held by the client whose reads are gone on with in the next turn."""
         self._answers: dict[type, Callable[[ServedClient, Any], None]] = {
             requests.Get: self._get,
             requests.Head: self._head,
             requests.Ahead: self._ahead,
             requests.Scan: self._scan,
             RefusedCreate: self._refused_create,
+            _Search: self._search,
+            FoundEntry: lambda client, answer: client.send(answer),
         }
 
     def read(self, client: ServedClient, reads: list[Any]) -> None:
@@ -79,6 +111,10 @@ class Lists:
             if held:
                 client.send_held()
                 continue
+            if self._looked >= BLOCKS and type(reads[0]) in _LOOKING:
+                client.draining = True
+                self._start(self._answer_next(client), client)
+                return
             request = reads.popleft()
             self._answers[type(request)](client, request)
 
@@ -86,19 +122,35 @@ class Lists:
         """Go on with this client when it has taken earlier answers."""
         if not client.draining:
             client.draining = True
-            self._start(self._answer_later(client))
+            self._start(self._answer_later(client), client)
 
     async def _answer_later(self, client: ServedClient) -> None:
         await client.connection.drain()
+        self._go_on(client)
+
+    async def _answer_next(self, client: ServedClient) -> None:
+        """Go on with this client in another turn of the loop, one client in each."""
+        async with self._turns:
+            await asyncio.sleep(0)
+            self._looked = 0
+            self._go_on(client)
+
+    def _go_on(self, client: ServedClient) -> None:
         client.draining = False
         self._answer(client)
         self._resume(client.connection)
+
+    def _counted(self, blocks: Iterable[Sequence[StoredEntry]]) -> Iterator[Sequence[StoredEntry]]:
+        for block in blocks:
+            self._looked += 1
+            yield block
 
     def _get(self, client: ServedClient, request: requests.Get) -> None:
         client.send(FoundEntry(request.id, self._keyspace.get(request.key)))
 
     def _head(self, client: ServedClient, request: requests.Head) -> None:
-        client.send(FoundEntry(request.id, self._keyspace.head(request.line)))
+        blocks = self._counted(self._keyspace.scan(request.line))
+        self._search(client, _Search([request.id], blocks, 0, request.line))
 
     def _ahead(self, client: ServedClient, request: requests.Ahead) -> None:
         ticket = self._keyspace.get(request.ticket)
@@ -106,7 +158,32 @@ class Lists:
             text = f"{request.ticket} is no longer in the line"
             client.fail(request.id, ErrorCode.TICKET_GONE, text)
         else:
-            client.send(FoundEntry(request.id, self._keyspace.ahead(ticket)))
+            blocks = self._counted(self._keyspace.scan_back(ticket))
+            self._search(client, _Search([request.id], blocks, -1))
+
+    def _search(self, client: ServedClient, search: _Search) -> None:
+        found: StoredEntry | None = None
+        for block in search.blocks:
+            if block:
+                found = block[search.at]
+                break
+            if self._looked >= BLOCKS:
+                self._join(client, search)
+                client.reads.appendleft(search)
+                return
+        client.reads.extendleft(FoundEntry(each, found) for each in reversed(search.ids))
+
+    def _join(self, client: ServedClient, search: _Search) -> None:
+        """A search that has begun in this turn answers all reads of the same head that wait now."""
+        if search.line:
+            waiting = [*client.reads]
+            client.reads.clear()
+            for each in waiting:
+                if type(each) is requests.Head and each.line == search.line:
+                    search.ids.append(each.id)
+                else:
+                    client.reads.append(each)
+            search.line = ""
 
     def _refused_create(self, client: ServedClient, request: RefusedCreate) -> None:
         """The entry may have changed since. If it is there, the create would be refused now too."""
@@ -118,7 +195,7 @@ class Lists:
             client.send(WriteResults([request.id], [encode(EntryExists(entry))]))
 
     def _scan(self, client: ServedClient, request: requests.Scan) -> None:
-        pieces = _pieces(self._keyspace.list(request.prefix))
+        pieces = _pieces(self._counted(self._keyspace.scan(request.prefix)))
         first, second = next(pieces), next(pieces, None)
         if second is None:
             client.send(ListChunk(request.id, first, False))
@@ -128,7 +205,7 @@ class Lists:
         else:
             client.lists += 1
             client.send(ListChunk(request.id, first, True))
-            self._start(self._send_list(client, request.id, second, pieces))
+            self._start(self._send_list(client, request.id, second, pieces), client)
 
     async def _send_list(
         self,
@@ -155,7 +232,7 @@ class Lists:
         """Send a copy of the whole state."""
         send = partial(self._send_copy, client, request.id, cluster, protocol)
         try:
-            self._driver.when_current(lambda: self._start(send()))
+            self._driver.when_current(lambda: self._start(send(), client))
         except DoyenError as error:
             client.fail(request.id, ErrorCode.UNAVAILABLE, str(error))
 
@@ -175,14 +252,20 @@ class Lists:
         client.send(BackupChunk(request, None, b"", False))
 
 
-def _pieces(records: Iterable[StoredEntry]) -> Iterator[list[StoredEntry]]:
-    """A list, cut where a frame would become large; one piece at least."""
+def _pieces(blocks: Iterable[Sequence[StoredEntry]]) -> Iterator[list[StoredEntry]]:
+    """A list, cut where a frame would become large or much has been looked at; one piece at
+    least."""
     piece: list[StoredEntry] = []
-    size = 0
-    for record in records:
-        if size > PIECE:
+    size = looked = 0
+    for records in blocks:
+        if looked == BLOCKS:
             yield piece
-            piece, size = [], 0
-        piece.append(record)
-        size += len(record.key) + len(record.value) + 32
+            piece, size, looked = [], 0, 0
+        looked += 1
+        for record in records:
+            if size > PIECE:
+                yield piece
+                piece, size, looked = [], 0, 0
+            piece.append(record)
+            size += len(record.key) + len(record.value) + 32
     yield piece

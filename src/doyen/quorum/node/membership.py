@@ -72,8 +72,9 @@ class _Founding(Struct, frozen=True, array_like=True):
 _founding = Decoder(_Founding).decode
 
 REMEDY = (
-    "Remove it from the cluster (doyen cluster remove {node}), empty its data directory, start it"
-    " with --join, and add it again (doyen cluster add {node} {address})."
+    "Stop it, remove it from the cluster (doyen cluster remove {node}), empty its data directory,"
+    " start it with --join, add it again (doyen cluster add {node} {address}), and let it vote"
+    " (doyen cluster promote {node})."
 )
 
 

@@ -103,7 +103,7 @@ class OutgoingPeer:
         self._task = peers.start_task(self._keep())
 
     def dial_now(self) -> None:
-        """Do not wait for the next attempt: the peer is there."""
+        """Dial at once instead of after the pause: the peer is running."""
         self._dial_now.set()
 
     def founded(self) -> None:
@@ -178,7 +178,7 @@ class OutgoingPeer:
                     f"{self.address}: every node needs an id of its own",
                 )
             if members.lost:
-                # A peer has said so since the handshake of this connection was checked.
+                # Another peer has reported it since the handshake of this connection was checked.
                 raise ConnectionRefused(CloseReason.MEMBER, members.lost)
             if connection.closed:
                 raise StoreUnavailable(f"{self.address} ended the connection")
@@ -197,7 +197,7 @@ class OutgoingPeer:
     def _wait_to_found(self, connection: FrameConnection) -> None:
         members = self._peers.members
         self.error = NOT_FOUNDED
-        if not members.waiting:  # any more: send the record, and reconnect as a member
+        if not members.waiting:  # founded meanwhile: send the record, and reconnect as a member
             if record := members.record():
                 connection.send(FOUNDED, record)
             connection.close()
@@ -237,10 +237,10 @@ class OutgoingPeer:
         if len(question) > MAX_FRAME - 64:
             raise StoreUnusable(f"a question of {len(question)} bytes is too large to be put")
         if len(self._questions) >= MAX_QUESTIONS:
-            raise StoreUnavailable(f"too many questions to node {self.node!r} are open")
+            raise StoreUnavailable(f"too many requests to node {self.node!r} have no response yet")
         number = next(self._numbers)
         if not connection.send(QUESTION, NUMBER_LAYOUT.pack(number), question):
-            raise StoreUnavailable(f"the connection to node {self.node!r} is full")
+            raise StoreUnavailable(f"the send queue to node {self.node!r} is full")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._questions[number] = (future, connection.accepted)
         try:

@@ -43,7 +43,7 @@ from doyen.errors import DoyenError, StoreError, StoreUnavailable
 from doyen.events.log_lines import log_line
 from doyen.metrics.histogram import Histogram
 from doyen.quorum.consensus.core import CoreEvent, Message, Snapshot
-from doyen.quorum.keyspace.versions import FIRST
+from doyen.quorum.keyspace.versions import FIRST, IDENTIFIED
 from doyen.quorum.node.membership import DataDirectoryRolledBack, Members
 from doyen.quorum.node.peer_connections import (
     LOST,
@@ -72,7 +72,7 @@ PROBE_S = 1.0
 """How long a connection may take to answer a ping before it counts as dead."""
 
 ANOTHER = frozenset({CloseReason.NODE, CloseReason.CLUSTER, CloseReason.GARBAGE})
-"""Refusals by which a dialled address proves to be that of something else than the wanted node."""
+"""Refusals that show that the dialled address does not belong to the wanted node."""
 
 Asked = Callable[[str, bytes, Callable[[bytes], None]], None]
 Streamed = Callable[[str, int, Snapshot, AsyncIterator[bytes]], Awaitable[None]]
@@ -168,10 +168,12 @@ class Peers:
                 incoming.connection.close()
 
     def supports(self, peer: str) -> int:
-        """The newest version of the replicated state that a connected peer supports (see
-        `keyspace.versions`); 0 if it is not connected."""
+        """The newest version of the replicated state that a peer is known to support (see
+        `keyspace.versions`). Of one that is not connected, only its member id is known."""
         connection = self.connections.get(peer)
-        return 0 if connection is None else connection.supports[1]
+        if connection is None:
+            return IDENTIFIED if peer in self.members.ids else 0
+        return connection.supports[1]
 
     def require(self, version: int) -> None:
         """Refuse peers that do not support this version from now on, and close the connections to

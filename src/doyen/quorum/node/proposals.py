@@ -11,7 +11,8 @@ gathered first, so that no load of clients delays or refuses them.
 
 `proposer` decides when a batch goes to the core or to the leader. When an entry that this node has
 appended as leader is applied, its proposers receive the results. When it turns out not to be
-committed, or a snapshot has replaced it, its proposals are proposed again under the same ids.
+committed, or a snapshot has replaced it, its proposals are proposed again under the same ids; those
+of the node itself only if it leads in the same generation still.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class ProposalLimits(Struct, frozen=True, kw_only=True):
     proposed meanwhile is gathered into the next ones. As many as `pipeline`: with fewer, a write
     waits longer at a follower than it would at the leader."""
     pipeline: int = 8
-    """Entries of our own that may be under way before what comes next is gathered up."""
+    """Entries of this node that may be under way before further proposals are gathered into the
+    next one."""
     journal_bytes: int = 64 << 20
     """Bytes that may wait for a leader's own disk; beyond, clients' writes are refused."""
     apply_commands: int = 2048
@@ -116,8 +118,8 @@ class _Identity:
 
 class _Proposal(Struct, eq=False):
     """Commands that were submitted together, and whose outcome is not known yet. It refers to the
-    client that waits for it, and so to the node that holds it: without the garbage collector, a
-    node that crashed in the lab would never be freed."""
+    client that waits for it, and so to the node that holds it. The garbage collector therefore has
+    to track it, or a node that crashed in the lab would never be freed."""
 
     target: int
     bodies: Sequence[bytes]
@@ -137,6 +139,8 @@ class _Proposal(Struct, eq=False):
     """How often it was proposed, not counting attempts that certainly had no effect."""
     internal: bool = False
     """A command of the node itself."""
+    generation: int = 0
+    """The generation that such a command was submitted in, and is proposed in only."""
     spared: bool = False
     """Accepted although writes are refused."""
 
@@ -226,10 +230,15 @@ def encode_results(results: list[Any]) -> bytes:
     """A batch's results, for the node that it came from. They fit into a frame: what is too large
     is left out, and the texts of failures, which an application's machine may make of any length,
     are cut."""
-    failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
-    values = [None if at in failures else each for at, each in enumerate(results)]
+    failures: dict[int, Failure] = {}
+    values = [*results]
+    sized = results
+    if {*map(type, results)} != {bytes}:
+        failures = {at: each for at, each in enumerate(results) if type(each) is Failure}
+        values = [None if at in failures else each for at, each in enumerate(results)]
+        sized = [each for each in values if type(each) is bytes]
     # Checked first: in version 1, results of creates may be much larger together.
-    size = sum(len(each) for each in values if type(each) is bytes)
+    size = sum(map(len, sized))
     data = b"" if size > RESULTS_BYTES else _encode(_Results(values, failures))
     if not data or len(data) > RESULTS_BYTES:
         fair = RESULTS_BYTES // len(values)
@@ -360,7 +369,7 @@ class Proposals:
         tags = (tag if request is None else seq,)
         proposal = _Proposal(target, (body,), tags, settle, deadline, (client, floor), (seq,), size)
         if request is None:
-            proposal.internal = internal
+            proposal.internal, proposal.generation = internal, pump.core.generation
             self._identify(proposal)
         self._submit(proposal)
 
@@ -461,8 +470,11 @@ class Proposals:
     ) -> Batch | None:
         """A batch of waiting proposals, of clients or of the node itself, within the bounds of an
         entry, of which so much is taken already; counts as an attempt. `applied` is the index that
-        this node has applied."""
-        limits = self._limits
+        this node has applied.
+
+        A command of the node itself that was submitted in an earlier generation has failed. It may
+        be wrong now: a version that all members supported, say, and one that does not was added."""
+        limits, generation = self._limits, self._pump.core.generation
         live, queue = self._live, self.internal if internal else self.queue
         most, room = limits.batch_commands - taken, limits.batch_bytes - taken_bytes
         commands: list[Command] = []
@@ -473,6 +485,9 @@ class Proposals:
                 break
             queue.popleft()
             if proposal not in live:
+                continue
+            if internal and proposal.generation != generation:
+                self._fail(proposal, f"node {self._pump.id} leads in another generation")
                 continue
             if not proposal.attempts:
                 proposal.born = applied
@@ -515,8 +530,8 @@ class Proposals:
                 self._carried_out(proposal, some)
 
     def _divide(self, proposals: Sequence[_Proposal]) -> list[_Proposal]:
-        """Each command of these as a proposal of its own. Those of live proposals take their
-        places: once for all of them, since many may be live."""
+        """One proposal for each command of these. They replace the live ones in `_live`, which is
+        rebuilt once, because it may be long."""
         divided = [*map(_parts, proposals)]
         places = dict(zip(proposals, divided, strict=True))
         live = [part for each in self._live for part in places.get(each, (each,))]

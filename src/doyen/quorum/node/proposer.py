@@ -4,7 +4,8 @@
   encoded once. A follower sends its batches to the leader, a few at a time
   (`ProposalLimits.forwards`), and the leader makes one entry of all that have arrived in a turn.
 - **Commands of the node itself** go into entries of their own, before all others. They are a
-  leader's, so those of a node that no longer leads are dropped; the next leader has its own.
+  leader's, so those of a node that no longer leads, or leads in a later generation, are dropped;
+  the next leader has its own.
 - **Retries.** A batch whose entry was not committed, or whose outcome is unknown, is proposed
   again under the same request ids, so it is carried out once.
 """
@@ -170,7 +171,7 @@ class Proposer:
         """A peer has sent a batch to this node, which leads."""
         try:
             commands = decode_batch(data)
-            if any(command.target not in self._machine.targets for command in commands):
+            if not self._machine.targets.keys() >= {command.target for command in commands}:
                 raise ConfigError(NO_MACHINE)
         except (MsgspecError, ConfigError) as error:
             respond(REFUSED, f"the leader cannot propose this batch: {error}".encode())

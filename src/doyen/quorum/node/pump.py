@@ -94,7 +94,7 @@ class NodeTasks:
             self._abort(error)
 
     def end(self) -> None:
-        """Stop at once, as a process that is killed."""
+        """Stop at once, as if the process were killed."""
         self.ended = True
         for task in [*self._tasks]:
             task.cancel()

@@ -15,6 +15,9 @@ results and the same snapshot on every node.
   those are dropped, and a command below it is refused.
 - A client that was idle for `FORGOTTEN_AFTER` entries is forgotten. A command of a client that is
   not known and yet has a history (`floor` > 1) is refused: it may have been carried out before.
+  Without a history it cannot be told from a new client, so what it repeats is carried out again if
+  it was forgotten in between. Clients repeat such a command for a minute, so that takes `CLIENTS`
+  other names, or `FORGOTTEN_AFTER` entries, within it.
 - The kept results take at most `RESULT_BYTES` for one client and `TABLE_BYTES` in all. A command
   whose result does not fit is remembered as carried out, without its result; a client that repeats
   it is told that the outcome is unknown.
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from struct import Struct as Layout
 from typing import Any
 
@@ -105,12 +109,13 @@ class _Client:
 
     def settle_below(self, floor: int) -> int:
         """Drop the results below `floor`; returns how many bytes that frees."""
-        results, freed = self.results, 0
+        results = self.results
         near = floor - self.floor <= len(results)
-        for seq in range(self.floor, floor) if near else [each for each in results if each < floor]:
-            result = results.pop(seq, None)
-            if result is not None:
-                freed += len(result) if type(result) is bytes else _size(result)
+        below = range(self.floor, floor) if near else [each for each in results if each < floor]
+        dropped = [*map(results.pop, below, repeat(None))]
+        freed = 0
+        if self.bytes:
+            freed = sum(map(len if {*map(type, dropped)} == {bytes} else _size, dropped))
         self.floor = floor
         self.bytes -= freed
         return freed
@@ -190,10 +195,10 @@ class ReplicatedMachines:
                 raise StoreUnusable(_no_machine(target))
             try:
                 result = apply(command.body)
-                if result is None:
-                    size = 0
-                elif type(result) is bytes:
+                if type(result) is bytes:
                     size = len(result)
+                elif result is None:
+                    size = 0
                 else:
                     result = _plain(result)
                     size = _size(result)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -54,13 +54,17 @@ from doyen.quorum.protocol.requests import (
 log = logging.getLogger("doyen.quorum.node")
 
 MAX_NAME: Final = 64
+NAMES: Final = 8
+"""How many names one connection may take. The quorum remembers so many clients by name that none is
+forgotten while it repeats a write, unless a hundred thousand names are taken in a minute. A client
+takes another name only after it was forgotten."""
 SLICE: Final = 256
 """About how many requests of one client are handled in one turn of the event loop."""
 BACKLOG: Final = 1 << 18
 """How many frames of one client may wait to be handled: more than a client that reconnects with all
 its watches sends. Beyond, nothing more is read from its connection for now."""
-BACKLOG_BYTES: Final = 64 << 20
-"""How many bytes of one client may wait to be handled."""
+BACKLOG_BYTES: Final = 16 << 20
+"""How many bytes of one client may wait to be handled: a few of the largest frames."""
 
 _EARLY: Final = (
     "the cluster is at version {} of its state, which does not have this command: the version rises"
@@ -201,6 +205,11 @@ class Service:
         if not 8 <= len(request.client) <= MAX_NAME:
             text = f"a client's name has 8 to {MAX_NAME} characters"
             client.connection.fail(CloseReason.MALFORMED, text)
+            return
+        client.names += request.client != client.name
+        if client.names > NAMES:
+            text = f"a client that has taken {NAMES} names on one connection, and takes another"
+            client.connection.fail(CloseReason.OUT_OF_TURN, text)
             return
         client.name = request.client
 
@@ -348,7 +357,7 @@ class Service:
         )
 
     def _administer(self, client: ServedClient, request: requests.Administer) -> None:
-        self._start(self._carry_out(client, request))
+        self._start(self._carry_out(client, request), client)
 
     async def _carry_out(self, client: ServedClient, request: requests.Administer) -> None:
         try:
@@ -362,10 +371,19 @@ class Service:
         else:
             client.send(Administered(request.id))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], client: ServedClient | None = None) -> None:
+        """Run this, for one client if it is named: if it fails, the client's connection ends, since
+        the client would wait for an answer."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._task_done, client))
+
+    def _task_done(self, client: ServedClient | None, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s", log_line(event="callback_failed"), exc_info=error)
+            if client is not None:
+                client.connection.abort()
 
 
 def _flaw_of_write(client: ServedClient, request: Write) -> str:

@@ -1,8 +1,12 @@
 """The watches of a node's clients, served from what this node has applied.
 
 A watch of one key may ask for its entry. A notification then carries it, so that a hundred clients
-that follow one document do not all send a read at the same time. It is left out if it is large, or
-if the client takes its answers slowly: then the client reads.
+that follow one document do not all send a read at the same time. It is left out if it is large, if
+the notification would become large, or if the client takes its answers slowly: then the client
+reads.
+
+If a notification cannot be sent, the client's connection ends. The client resumes its watches from
+the last notification that it has received, so it misses nothing, and the others are notified.
 
 A watch that is resumed names the revision up to which it was notified. It is notified of anything
 later before it is confirmed: if the connection broke in between, the client would otherwise take a
@@ -11,13 +15,15 @@ confirmed watch for one that has missed nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 
 from doyen.errors import DoyenError
+from doyen.events.log_lines import log_line
 from doyen.quorum.keyspace.commands import StoredEntry
 from doyen.quorum.keyspace.state import Keyspace
-from doyen.quorum.node.clients import ServedClient
+from doyen.quorum.node.clients import PIECE, ServedClient
 from doyen.quorum.node.driver import Driver
 from doyen.quorum.protocol.requests import (
     MAX_KEY,
@@ -28,12 +34,16 @@ from doyen.quorum.protocol.requests import (
     WatchRequest,
 )
 
+log = logging.getLogger("doyen.quorum.node")
+
 WATCHES = 100_000
 """How many watches one connection may have."""
 
 CARRIED = 4096
 """How many bytes the value of an entry may have that notifications carry. All watches of a key are
 notified at the same time, and each connection buffers a copy."""
+BESIDE = 64
+"""What an entry takes in a notification apart from key and value, in bytes; not less than that."""
 
 Watchers = dict[tuple[ServedClient, int], bool]
 
@@ -125,16 +135,31 @@ class Watches:
             scopes = [*_scopes(keys, self._watchers)]
         changed: dict[ServedClient, list[int]] = {}
         carried: dict[ServedClient, dict[int, StoredEntry]] = {}
+        taken: dict[ServedClient, int] = {}
         for scope in scopes:
-            found = self._keyspace.get(scope)
-            if found is not None and len(found.value) > CARRIED:
-                found = None
+            found, size = self._keyspace.get(scope), 0
+            if found is not None:
+                size = len(found.key) + len(found.value) + BESIDE
+                if len(found.value) > CARRIED:
+                    found = None
             for (client, watch), wants in self._watchers[scope].items():
                 changed.setdefault(client, []).append(watch)
                 if wants and found is not None and not client.connection.congested:
-                    carried.setdefault(client, {})[watch] = found
+                    taken[client] = carrying = taken.get(client, 0) + size
+                    if carrying <= PIECE:
+                        carried.setdefault(client, {})[watch] = found
         for client, watches in changed.items():
-            client.send(WatchNotification(watches, self._notified, carried.get(client, {})))
+            self._notify(client, watches, carried.get(client, {}))
+
+    def _notify(
+        self, client: ServedClient, watches: list[int], entries: dict[int, StoredEntry]
+    ) -> None:
+        try:
+            client.send(WatchNotification(watches, self._notified, entries))
+        except Exception:
+            # The caller may be another client's request, and the rest is not notified again.
+            log.exception(log_line(event="callback_failed"))
+            client.connection.abort()
 
 
 def _scopes(keys: Iterable[str], watched: dict[str, Watchers]) -> dict[str, None]:

@@ -386,7 +386,8 @@ def _check_cluster_id(here: str, wanted: str) -> None:
         raise ConnectionRefused(
             CloseReason.CLUSTER,
             f"this node belongs to the cluster with id {here}, not to the one with id {wanted}: a"
-            " cluster of the same name was founded separately. Check the addresses; if the old"
-            " cluster is gone for good, connect anew (a node: empty its data directory and start it"
-            " with --join)",
+            " cluster of the same name was founded separately. Check the addresses. If the old"
+            " cluster is gone for good: a client has to connect anew; a node has to be removed from"
+            " the cluster (doyen cluster remove) if it is a member, to be started with an empty"
+            " data directory and --join, and to be added (doyen cluster add)",
         )

@@ -190,7 +190,8 @@ class WatchNotification(Response, frozen=True, gc=False, tag=5):
     ids: list[int]
     revision: int
     entries: dict[int, StoredEntry] = {}
-    """The entries of some watches that asked for theirs, as of this revision."""
+    """The entries of some watches that asked for theirs, as of this revision. At most about a MiB
+    of them, so that the frame is well below `MAX_FRAME`: the client reads those left out."""
 
 
 class LeaseRenewed(Response, frozen=True, gc=False, tag=6):

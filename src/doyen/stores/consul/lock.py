@@ -3,18 +3,18 @@
     NAME/.lock      held by the session of the leader, with the flags by which the Go client
                     recognises its locks
 
-There is no line: whoever locks the key leads, as in the recipe `race`. The value is the claim of a
-candidate of doyen; `consul lock` writes none and reads none.
+There is no line: the session that locks the key leads, as in the recipe `race`. The value is the
+claim of a candidate of doyen; `consul lock` writes none and reads none.
 
 - The token is the index of the write that locked the key. The Go client keeps the key when it
   unlocks it, and `consul lock` deletes it, so neither the creation index nor the lock index grows
-  with every term. Nothing writes to a key that is locked, so everybody can read the token.
+  with every term. Nothing writes to a key that is locked, so every process can read the token.
 - A key is locked only from the state in which it was read: absent, or unlocked at that index. A
   request that is carried out late thus cannot lock it again, under another token.
-- Lock-delay: when Consul ends the session of a foreign leader, nobody can lock the key for as long
-  as that session asked for, 15 s by default. This is what protects against a leader that does not
-  stop in time, so doyen waits too. Consul does not report its end, so candidates that wait are
-  notified once a second. The sessions of doyen ask for no delay.
+- Lock-delay: when Consul ends the session of a foreign leader, no session can lock the key for as
+  long as that session asked for, 15 s by default. This is what protects against a leader that does
+  not stop in time, so doyen waits too. Consul does not report the end of the delay, so candidates
+  that wait are notified once a second. The sessions of doyen ask for no delay.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class ConcurrencyStore(LineLayout, EtcdStore):
             )
             if not found or Claim.decode(found[0].value).attempt:
                 return found
-            # It is foreign, or the claim that was read is that of a candidate whose key somebody
-            # has deleted: that stays until its lease ends.
+            # It is foreign, or the claim that was read belongs to a candidate whose key another
+            # process has deleted: such a claim stays until its lease ends.
             ticket = await self._ticket(found[0].key)
             if ticket is not None and ticket.revision == found[0].revision:
                 return [ticket]

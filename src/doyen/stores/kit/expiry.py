@@ -9,8 +9,8 @@ Redis, NATS). The rule:
   sent that renewal, which is earlier, so its own deadline has passed by then.
 - A response from another incarnation of the server may lack renewals that the previous one had
   confirmed. It voids all observations.
-- The server's clock must agree. A clock that stands before the renewal, or a whole ttl after it,
-  was stepped or shows that the lease is over; in both cases it has no say.
+- The server's clock can only delay this: while it shows a time within one ttl after the renewal,
+  the lease is not over. A clock that shows an earlier time was stepped, and does not count.
 
 Pure: time is passed in, and nothing is sent.
 """

@@ -11,7 +11,7 @@ port have no place in such a layout: writing them is refused, and those of an el
 notices) are absent.
 
 Why the first in line may lead: an entry joins at the end, and leaves only when it is deleted or its
-lease ends. So who is first stays first for as long as its entry exists, and a read that shows it
+lease ends. So the first entry stays first for as long as it exists, and a read that shows it
 decides the election, as a creation does otherwise. The token is the revision of the entry's
 creation. The line is in the order of these, so each leader has a greater one than those before it.
 
@@ -119,7 +119,7 @@ class LineLayout(GuardedStore):
     foreign: ClassVar[str]
     """What the candidates of the other program are called."""
     lacks: ClassVar[str]
-    """What they do not promise."""
+    """What these candidates do not guarantee."""
 
     @abstractmethod
     async def _join(self, line: str, value: bytes, lease: Lease) -> Entry:
@@ -200,7 +200,7 @@ class LineLayout(GuardedStore):
         plain_claim(value, self.layout)
         return await self._join(line, value, lease)
 
-    create_and_look = GuardedStore.create_and_look  # by the operations of the layout
+    create_and_look = GuardedStore.create_and_look  # in terms of the operations of this class
 
     async def ahead(self, ticket: Entry) -> Entry | None:
         return await self._before(ticket)

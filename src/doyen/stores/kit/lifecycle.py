@@ -109,8 +109,8 @@ BEGIN_AGAIN_S = 0.5
 
 async def begun_again(work: Callable[[], Awaitable[None]], task: str) -> None:
     """Run the work of a task that notifies watches. If a defect ends it, log that, and begin it
-    again after a pause: otherwise no watch would be notified any more, and no caller would learn
-    it."""
+    again after a pause: otherwise no watch would be notified any more, and no caller would get an
+    error."""
     while True:
         try:
             return await work()
@@ -123,7 +123,7 @@ class WatchHandle:
     """A watch as its user holds it.
 
     It has begun when the store notifies it of changes. An adapter whose watches begin at once need
-    not say so. There may be thousands of watches, so they are small.
+    not call `begin`. There may be thousands of watches, so they are small.
     """
 
     __slots__ = (

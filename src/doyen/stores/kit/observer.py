@@ -3,7 +3,7 @@
 *Monitors.* While something is watched, the leases that own entries in its scope are looked at: once
 per renewal, just after it is due, and more often when it is late. The last renewal was therefore
 observed shortly before its holder fell silent, and the ttl that has to pass without a renewal
-(`expiry`) has already begun when someone needs it.
+(`expiry`) has already begun when a candidate needs the result.
 
 *Many leases.* A client that monitors more than a few leases looks together at those that are due in
 the same tenth of their ttl. It sends a limited number of queries for each ttl, however many leases
@@ -98,7 +98,7 @@ class LeaseObserver(LeaseObservations):
         self._compares = False
         """Whether a scope that differs from what was read before is a change to notify."""
         self.unwatched: Callable[[str], None] = lambda scope: None
-        """Called with its scope when a watch is closed."""
+        """Called with a scope when its last watch is closed."""
         self._loop = asyncio.get_running_loop()
         self._scopes: dict[str, _ObservedScope] = {}
         self._monitors: dict[str, _Monitor] = {}
@@ -162,7 +162,7 @@ class LeaseObserver(LeaseObservations):
             del self._scopes[scope.name]
             self._unread.discard(scope.name)
             self._monitor_owners(scope, _NOTHING)
-        self.unwatched(scope.name)
+            self.unwatched(scope.name)
 
     def follow(self, leases: Iterable[str]) -> None:
         """Monitor leases that may be over until they are ended, even if unwatched."""

@@ -36,7 +36,7 @@ instead of the paths if they are not known."""
 
 
 class Watched(Protocol):
-    """What is watched, and is told of changes."""
+    """The watches of a store, which are notified of changes."""
 
     patience_s: float
     """The deadline of a query."""

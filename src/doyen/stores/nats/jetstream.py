@@ -177,10 +177,9 @@ class JetStream:
     """Requests to JetStream. After `open`, a connection that ends is replaced in the background,
     with a pause that grows while connections do not last."""
 
-    def __init__(self, address: NatsAddress, on_reconnect: Callable[[], None] | None = None):
+    def __init__(self, address: NatsAddress) -> None:
         self._address = address
         self._urls = [f"nats://{host}" for host in address.hosts]
-        self._on_reconnect = on_reconnect
         self._connection: NatsConnection | None = None
         """The latest connection, even if it has ended."""
         self._error = ""
@@ -275,8 +274,6 @@ class JetStream:
                 except Exception:
                     log.exception("%s", log_line(event="nats_connecting_failed"))
             since = loop.time()
-            if self._on_reconnect is not None:
-                self._on_reconnect()
 
     def connected(self) -> NatsConnection:
         """The present connection. Raises `StoreUnavailable` if there is none."""

@@ -163,6 +163,8 @@ class QuorumWatch(WatchHandle):
         self.wants_entry = entry
         self.carried: StoredEntry | None = None
         """What the last notification carried."""
+        self.revision = -1
+        """That of the last notification."""
         self.id = number
         self.position = -1
         """It was notified of all changes up to this revision; negative before it is confirmed."""
@@ -235,7 +237,7 @@ class QuorumConnection:
         return call
 
     def end(self, call: _Call) -> None:
-        """Nobody waits for this call any more."""
+        """The caller no longer waits for this call."""
         del self._calls[call.number]
         if call.future.cancelled():
             self.probe()
@@ -299,8 +301,9 @@ class QuorumConnection:
                 )
                 continue
             size += len(call.body)
-            if calls and (len(calls) == MAX_WRITES or size > WRITES_BYTES):
-                self._put_writes(calls)
+            if size > WRITES_BYTES or len(calls) == MAX_WRITES:
+                if calls:
+                    self._put_writes(calls)
                 calls, size = [], len(call.body)
             call.name = name
             calls.append(call)
@@ -389,6 +392,7 @@ class QuorumConnection:
             watch = self._watches.get(number)
             if watch is not None:
                 watch.carried = notification.entries.get(number)
+                watch.revision = notification.revision
                 if notification.revision < watch.position:
                     watch.carried = None  # the node has not reached the position yet
                 watch.notify_soon()
@@ -416,10 +420,9 @@ class QuorumConnection:
         self._write_ids.known = True
         calls = self._calls
         for number, result in zip(response.ids, response.results, strict=True):
-            if number in calls:
-                future = calls[number].future
-                if not future.done():
-                    future.set_result(decode_result(result))
+            call = calls.get(number)
+            if call is not None and not call.future.done():
+                call.future.set_result(decode_result(result))
 
     def _status_received(self, response: NodeStatus) -> None:
         self._status = response

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from doyen.model import Finding
+from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.protocol.requests import NodeStatus
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "risks_of_removal",
 ]
 
+MAKE_ROOM = "free space in the file system of its data directory"
 FOUND = "start every node of its --peers with --found and an empty data directory"
 BEHIND = 1000
 """Entries that a node may be behind and still count as up to date."""
@@ -51,12 +53,13 @@ def outsiders(states: Sequence[NodeAnswer]) -> set[str]:
 
 
 def all_well(states: Sequence[NodeAnswer]) -> bool:
-    """Whether every node answers, and every member knows the leader and is refused by none. A node
-    of another cluster at the address of a member has a leader of its own."""
+    """Whether every node answers, every member knows the leader and is refused by none, and nothing
+    is full. A node of another cluster at the address of a member has a leader of its own."""
     outside = outsiders(states)  # empty while there is no leader
     up = [state.condition for state in states if state.condition is not None]
     known = all(each.leader is not None or each.node in outside for each in up)
-    return len(up) == len(states) and known and not _refusals(up)
+    full = any(each.full or each.alarm for each in up)
+    return len(up) == len(states) and known and not full and not _refusals(up)
 
 
 def remarks(states: Sequence[NodeAnswer]) -> list[str]:
@@ -66,6 +69,7 @@ def remarks(states: Sequence[NodeAnswer]) -> list[str]:
     return (
         waiting
         + _no_majority(up)
+        + [f"the disk of {each.node} is full: {MAKE_ROOM}" for each in up if each.full]
         + [
             f"{node} is not connected to {', '.join(others)}: {reason}"
             for (node, reason), others in _refusals(up).items()
@@ -77,7 +81,7 @@ def _no_majority(up: Sequence[NodeStatus]) -> list[str]:
     """That there is no leader because too few of the voters answer."""
     if _led(up) or not up or any(each.missing for each in up):
         return []
-    latest = max(up, key=lambda each: each.commit)
+    latest = _latest(up)
     here = [voter for voter in latest.voters if voter in {each.node for each in up}]
     needed = len(latest.voters) // 2 + 1
     if len(here) >= needed:
@@ -86,6 +90,12 @@ def _no_majority(up: Sequence[NodeStatus]) -> list[str]:
         f"there is no leader, and nothing can be read or written: {len(here)} of"
         f" {len(latest.voters)} voters answer, and {needed} are needed"
     ]
+
+
+def _latest(up: Sequence[NodeStatus]) -> NodeStatus:
+    """The status that tells most about the cluster. A node with an empty data directory takes the
+    peers that it was started with for the members, and itself, if it joins, for none of them."""
+    return max(up, key=lambda each: (each.commit, each.node in each.voters))
 
 
 def _refusals(up: Sequence[NodeStatus]) -> dict[tuple[str, str], list[str]]:
@@ -189,9 +199,9 @@ def _leadership(up: Sequence[NodeStatus]) -> Iterator[Finding]:
 
 
 def _members(up: Sequence[NodeStatus]) -> Iterator[Finding]:
-    latest = max(up, key=lambda each: each.commit, default=None)
-    if latest is None:
+    if not up:
         return
+    latest = _latest(up)
     voters = set(latest.voters)
     majority = len(voters) // 2 + 1
     running = voters & {each.node for each in _led(up) or up}
@@ -234,6 +244,13 @@ def _versions(up: Sequence[NodeStatus]) -> Iterator[Finding]:
             f"nodes run different versions of doyen: {', '.join(versions)}",
             "finish the upgrade, one node after the other",
         )
+    elif (state := min((each.state for each in up), default=NEWEST)) < NEWEST:
+        yield Finding.note(
+            "versions",
+            f"the cluster is at version {state} of its state, and this release has {NEWEST}: what"
+            " needs a later version waits",
+            "the version rises when all members run this release and are connected",
+        )
     elif versions:
         yield Finding.ok("versions", f"doyen {versions[0]} on all nodes")
 
@@ -244,9 +261,9 @@ def _disks(up: Sequence[NodeStatus]) -> Iterator[Finding]:
             yield Finding.problem(
                 each.node,
                 "its disk is full: while it leads, nothing can be written",
-                "free space in the file system of its data directory",
+                MAKE_ROOM,
             )
-    latest = max(up, key=lambda each: each.commit, default=None)
+    latest = _latest(up) if up else None
     if latest is not None and latest.alarm:
         yield Finding.problem(
             "quota",

@@ -12,12 +12,12 @@ These engines have no notifications, so doyen asks for changes since the last ti
 while anything is watched, on the connection for ordinary calls. Without changes this reads one row
 by its primary key. Polling takes at most a fifth of the time.
 
-A candidate in line does not wait for the next query. Whoever has a ticket holds a named lock for
-it, and releases the lock when it deletes the ticket. The candidate behind waits for that lock on a
-connection of its own (`TicketBell`). To get it is a hint that the ticket is gone. The lock is also
-released when the holder's connection ends, although the lease goes on. Then doyen asks every 1 to
-5 ms for one ttl, because a warden may end the lease. Where servers do not share their locks, as in
-Galera, a wait does not block, and means nothing.
+A candidate in line does not wait for the next query. The session that has a ticket holds a named
+lock for it, and releases the lock when it deletes the ticket. The candidate behind waits for that
+lock on a connection of its own (`TicketBell`). To get it is a hint that the ticket is gone. The
+lock is also released when the holder's connection ends, although the lease goes on. Then doyen asks
+every 1 to 5 ms for one ttl, because a warden may end the lease. Where servers do not share their
+locks, as in Galera, a wait does not block, and means nothing.
 
 Isolation is READ COMMITTED, set in every transaction: what a statement reads after the counter was
 advanced is the present state. Each transaction is one message of several statements, none of which
@@ -112,7 +112,7 @@ _TICKET_PATH = "(SELECT CONCAT(%(line)s, LPAD(CONCAT(revision), 20, '0')) FROM {
 _WAIT_S = 30
 _WAIT = f"SELECT GET_LOCK({{lock}}, {_WAIT_S}); DO RELEASE_LOCK({{lock}})"
 _BLOCKED_S = 0.01
-"""A wait that ends before that has perhaps not waited for anyone."""
+"""A wait that ends sooner may not have waited for another connection."""
 _RING_AGAIN_S = 1.0
 _RUNG = 100
 _FACTS = "SELECT @@global.innodb_flush_log_at_trx_commit, @@global.log_bin, @@global.sync_binlog"

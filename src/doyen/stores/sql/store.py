@@ -306,7 +306,8 @@ class RelationalStore(GuardedStore):
             those.append(f"(path = %(path{number})s{same})")
             if self._names["ring"] and is_ticket(path):
                 rung.append(self._names["ring"].replace("%(path)s", f"%(path{number})s"))
-        # Before the commit: whoever is woken, and creates the record, waits for the counter.
+        # Before the commit: a candidate that is woken, and creates the record, waits for the
+        # counter.
         script = "; ".join([self._sql["delete"].replace("[those]", " OR ".join(those)), *rung])
         rows = await self._connection.write(script, given, early=True)
         deleted = {text_of(path) for (path,) in rows}

@@ -10,9 +10,11 @@ closed before the process forks (`forks`) and opened again when it is next neede
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import sqlite3
+import struct
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -42,9 +44,24 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
 _LONGEST_LOG = 10_000
 """At how many pages SQLite copies the log to the database within a commit. It happens only if the
 handle has not done so before."""
-_WRITE_LOCK, _USE_LOCK = 120, 128
-"""The bytes of the -shm file that SQLite locks to write, and for as long as it uses the file
-(walformat, "WAL locks")."""
+_ROOM = 1000
+"""How many pages a transaction may write at most that must not reach this length."""
+_INDEX = struct.Struct("=I12xI76xI4x4I")
+"""The beginning of the -shm file: its version, the number of frames in the log, how many of them
+have been copied to the database, and the marks of readers, each of which is the number of frames in
+the log that some read, but the first (walformat, "The WAL-Index File Format")."""
+_INDEX_VERSION = 3007000
+_HEADER = 48
+"""The length of the header of the index. The -shm file begins with two copies of it."""
+_WRITE_LOCK, _MARK_LOCK, _USE_LOCK = 120, 123, 128
+"""The bytes of the -shm file that SQLite locks to write; to use a mark, exclusively to move it (the
+first one, that of readers of the database only; those of the others follow); and for as long as it
+uses the file (walformat, "WAL locks")."""
+_LOCK = struct.Struct("hhqqi0q")
+"""`struct flock`: kind, origin, first byte, number of bytes, process."""
+_GIVEN_UP_S = 10.0
+"""After how long SQLite gives up what it waits for whatever its timeout (SQLITE_PROTOCOL)."""
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
 _unsynced: set[FileId] = set()
 """Files of which this process could not force a write to disk. The kernel reports that once, and
@@ -55,21 +72,23 @@ _UNSYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 
 class LocalConnection:
-    """A connection to the database at one path. Used on the thread of its database, except that
-    any thread may close it while that one is not inside SQLite."""
+    """A connection to the database at one path. Used on the thread of its database, and on the loop
+    while that one does not; any thread may close it while neither is inside SQLite."""
 
-    def __init__(self, path: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.patience_s = patience_s
+        self.patience_s = PATIENCE_S
         self.execute: Callable[..., sqlite3.Cursor]
         self.synchronous: Durability | Literal[""] = ""
         """The level of the connection. A new one may have any."""
         self._connection: sqlite3.Connection | None = None
         self._file: FileId | None = None
         """The file that was opened first."""
+        self._index: tuple[int, FileId] | None = None
+        """SQLite's own descriptor of the -shm file, once it was looked for; -1 if not found."""
 
     def inside(self) -> AbstractContextManager[None]:
-        """Around every use on the database's thread."""
+        """Around every use on the database's thread, which may have to wait."""
         return connections().inside(self)
 
     def forked(self) -> None:
@@ -89,7 +108,7 @@ class LocalConnection:
                 self._connection.close()
             except sqlite3.Error:
                 return False
-            self._connection = None
+            self._connection = self._index = None
         return True
 
     def close(self) -> None:
@@ -194,7 +213,7 @@ class LocalConnection:
         pause_s = _PAUSE_S
         yields = _YIELDS
         limit = committed = None
-        while not self._try_begin(level):
+        while self._is_held_up(self._read_index()) or not self._try_begin(level):
             now = time.monotonic()
             if limit is None or now >= limit:
                 latest = self._data_version()
@@ -209,9 +228,85 @@ class LocalConnection:
                 continue
             self._pause(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+        if self._index is None:
+            self._index = _descriptor_of(self.path + "-shm")
+
+    def begin_at_once(self) -> Literal["begun", "busy", "long"]:
+        """Begin a transaction that writes, if neither its beginning has to wait for the write lock
+        ("busy") nor its commit for the disk ("long"). Any thread, if no other is inside.
+
+        With `NORMAL`, a commit waits for the disk only if it is the first in the log, or the first
+        after all of the log was copied to the database, as SQLite then begins the log anew and
+        syncs its header; or if it makes the log so long that SQLite copies it. How much was copied
+        is in the -shm file. While this connection has the write lock, that amount can only grow,
+        and no other process can make the log begin anew.
+        """
+        if self._connection is None or self._index is None or self._file in _unsynced:
+            return "long"
+        index = self._read_index()
+        if not index or _is_torn(index):  # if its writer is dead, SQLite would read the whole log
+            return "long"
+        # SQLite can still sleep here, for `_GIVEN_UP_S` at most, if a process comes to one of the
+        # places of `_is_held_up` after they were read, and is stopped there before BEGIN has passed
+        # them: within microseconds.
+        if self._is_held_up(index) or not self._try_begin("NORMAL"):
+            return "busy"
+        if self._appends():
+            return "begun"
+        self.roll_back()
+        return "long"
+
+    def _appends(self) -> bool:
+        """Whether a commit of this transaction only adds to the log."""
+        index = self._read_index()
+        if not index:
+            return False
+        version, frames, copied, *_ = _INDEX.unpack(index)
+        return bool(version == _INDEX_VERSION and copied < frames < _LONGEST_LOG - _ROOM)
+
+    def _read_index(self) -> bytes:
+        """The beginning of the -shm file; empty if it cannot be read."""
+        descriptor, file = self._index or (-1, _NO_FILE)
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            # Code that closes all descriptors may have caused the number to be used again.
+            if (status.st_dev, status.st_ino) == file:
+                index = os.pread(descriptor, _INDEX.size, 0)
+                return index if len(index) == _INDEX.size else b""
+        return b""
+
+    def _is_held_up(self, index: bytes) -> bool:
+        """Whether a process makes BEGIN of others sleep inside SQLite, whatever their timeout: it
+        has written one of the two copies of the header of the index, or moves the mark that SQLite
+        would use (walTryBeginRead). That takes it microseconds, unless it is stopped."""
+        if not index:
+            return False
+        if _is_torn(index):
+            return self._is_locked(_WRITE_LOCK, fcntl.F_RDLCK)
+        _, frames, copied, *marks = _INDEX.unpack(index)
+        if frames == copied and not self._is_locked(_MARK_LOCK, fcntl.F_RDLCK):
+            return False
+        mark, number = max((mark, n) for n, mark in enumerate((0, *marks)) if mark <= frames)
+        if mark < frames and not all(
+            self._is_locked(_MARK_LOCK + n, fcntl.F_WRLCK) for n in range(1, len(marks) + 1)
+        ):
+            return False  # SQLite moves that one
+        return self._is_locked(_MARK_LOCK + number, fcntl.F_RDLCK)
+
+    def _is_locked(self, byte: int, against: int) -> bool:
+        """Whether a lock of another process excludes one of this kind on a byte of the -shm file,
+        which can be read."""
+        descriptor, _ = self._index or (-1, _NO_FILE)
+        asked = _LOCK.pack(against, os.SEEK_SET, byte, 1, 0)
+        with suppress(OSError):
+            found: int = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+            return found != fcntl.F_UNLCK
+        return False
 
     def _data_version(self) -> int | None:
-        """A number that changes whenever another connection commits."""
+        """A number that changes whenever another connection commits; None if it cannot be read."""
+        if self._is_held_up(self._read_index()):
+            return None
         try:
             (version,) = self.execute("PRAGMA data_version").fetchone()
         except sqlite3.OperationalError:
@@ -227,7 +322,7 @@ class LocalConnection:
                 self._sync(level)
                 self.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
-            if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if _code(error) not in _BUSY:
                 raise
             self.roll_back()
             return False
@@ -324,7 +419,7 @@ class LocalConnection:
                 (value,) = self.execute(statement).fetchone()
                 return value
             except sqlite3.OperationalError as error:
-                if _code(error) != sqlite3.SQLITE_BUSY:
+                if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL):
                     raise
                 if time.monotonic() >= limit:
                     raise StoreUnavailable(_who_writes(self.path, OPEN_PATIENCE_S)) from error
@@ -348,6 +443,25 @@ class LocalConnection:
 def _file_at(path: str) -> FileId:
     status = os.stat(path)
     return (status.st_dev, status.st_ino)
+
+
+def _descriptor_of(path: str) -> tuple[int, FileId]:
+    """A descriptor of this process that refers to the file. It belongs to SQLite: no other code may
+    open the file, or close the descriptor."""
+    with suppress(OSError):
+        file = _file_at(path)
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                status = os.fstat(int(name))
+                if (status.st_dev, status.st_ino) == file:
+                    return int(name), file
+    return -1, _NO_FILE
+
+
+def _is_torn(index: bytes) -> bool:
+    """Whether the two copies of the header of the index differ: a process is writing it, or has
+    ended while it did."""
+    return index[:_HEADER] != index[_HEADER : 2 * _HEADER]
 
 
 def _code(error: BaseException) -> int:
@@ -380,6 +494,8 @@ def _meaning(error: sqlite3.Error, path: str) -> StoreError:
             f"the database {path} is damaged ({error}): stop all candidates, move it away or"
             " restore it, and open it with token_floor above the highest token ever issued"
         )
+    if code == sqlite3.SQLITE_PROTOCOL:
+        return StoreUnavailable(_who_writes(path, _GIVEN_UP_S))
     if code == sqlite3.SQLITE_FULL:
         return StoreUnavailable(
             f"no space left for the database: free space on the file system of {path};"
@@ -420,16 +536,21 @@ def _who_writes(path: str, waited_s: float) -> str:
 
 
 def writer(path: str) -> int | None:
-    """The process that holds SQLite's write lock, according to /proc/locks."""
-    return _locked_by(path, _WRITE_LOCK, "WRITE")
+    """The process that holds SQLite's write lock, or moves the mark of a reader, according to
+    /proc/locks."""
+    marks = _MARK_LOCK + 1, _MARK_LOCK + 4
+    return _locked_by(path, "WRITE", _WRITE_LOCK) or _locked_by(path, "WRITE", *marks)
 
 
 def user(path: str) -> int | None:
     """A process in which SQLite uses the -shm file, according to /proc/locks."""
-    return _locked_by(path, _USE_LOCK, "READ")
+    return _locked_by(path, "READ", _USE_LOCK)
 
 
-def _locked_by(path: str, byte: int, kind: Literal["READ", "WRITE"]) -> int | None:
+def _locked_by(
+    path: str, kind: Literal["READ", "WRITE"], first: int, until: int | None = None
+) -> int | None:
+    """The process that has a lock on one of these bytes of the -shm file."""
     try:
         inode = str(os.stat(path + "-shm").st_ino)
         with open("/proc/locks", encoding="ascii") as table:
@@ -438,7 +559,8 @@ def _locked_by(path: str, byte: int, kind: Literal["READ", "WRITE"]) -> int | No
                 if len(fields) != 8 or fields[3] != kind or fields[5].split(":")[2] != inode:
                     continue
                 last = float("inf") if fields[7] == "EOF" else int(fields[7])
-                if int(fields[6]) <= byte <= last and int(fields[4]) > 0:
+                overlaps = int(fields[6]) <= (until or first) and first <= last
+                if overlaps and int(fields[4]) > 0:
                     return int(fields[4])
     except OSError:
         pass

@@ -1,10 +1,16 @@
 """The database of a handle: a thread that executes its operations in batches.
 
-All handles on one file that belong to one loop share a connection and its thread. All SQL runs on
-that thread, which executes all pending operations in one transaction, those that arrive while it
-waits for the write lock included. A thousand candidates, of one session or of a thousand sessions
-of one process, therefore cost few commits, and a slow disk never blocks the loop on which leases
-are renewed. Each handle keeps its own leases, inbox and watches.
+All handles on one file that belong to one loop share a connection and its thread. That thread
+executes all pending operations in one transaction, those that arrive while it waits for the write
+lock included. A thousand candidates, of one session or of a thousand sessions of one process,
+therefore cost few commits, and a slow disk never blocks the loop on which leases are renewed. Each
+handle keeps its own leases, inbox and watches.
+
+The brief operations of a handover are executed on the loop if nothing is queued, the thread does
+not use the connection, the write lock is free, and the commit does not wait for the disk
+(`LocalConnection.begin_at_once`). Like a renewal, such a commit writes only to the kernel's memory.
+A transaction that turns out to concern many rows or processes is rolled back, and left to the
+thread.
 
 Commits that put a value (not a relaxed one), or raise the ceiling of the numbers, are on disk
 before they are confirmed (`synchronous=FULL`). Others can be lost, from the last one on, when the
@@ -21,9 +27,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
+from doyen._waiting import retrieve
 from doyen.errors import StoreError, StoreUnavailable
 from doyen.stores.sqlite.connection import (
     OPEN_PATIENCE_S,
@@ -36,7 +44,13 @@ from doyen.stores.sqlite.forks import connections
 from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory
-from doyen.stores.sqlite.tables import DurableNeeded, HandleChanges, Transaction, WriteNeeded
+from doyen.stores.sqlite.tables import (
+    DurableNeeded,
+    HandleChanges,
+    TooLong,
+    Transaction,
+    WriteNeeded,
+)
 
 __all__ = ["Database", "DatabaseThread"]
 
@@ -50,8 +64,13 @@ for the copy."""
 _IDLE_S = 1.0
 _SAVE_AT_LATEST = 1000
 """After so many it does not wait until it is idle."""
-_LATER_S = 0.001
-"""How long an operation waits that is to share the transaction of the next."""
+_BRIEF_BATCH = 8
+"""How many operations the loop executes itself at most, in one transaction."""
+_TRIES = 20
+"""In how many further turns the loop tries to get the write lock before the thread waits for it."""
+_SOON_S = 0.001
+"""How long an operation waits for the next one, with which it is to share a transaction; and how
+long the other handles wait to be notified of a write after which a body begins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +82,7 @@ class _Operation:
     answer: asyncio.Future[Any]
     writes: bool
     durable: bool
+    brief: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -88,8 +108,12 @@ class Database:
         self.leases = leases
         self.inbox = inbox
         self.directory = directory
-        self.stale: deque[int] = deque()
-        """Tags of watches that were closed; their rows go with the next write."""
+        self.stale: set[int] = set()
+        """Tags of watches that were closed; their rows go with the next write. Both threads use it,
+        by calls that are atomic."""
+        self.carrying: frozenset[int] = frozenset()
+        """Tags of scopes whose entry is read for their watchers. Both threads read it, so it is
+        replaced and never changed."""
         self.deliver: Callable[[HandleChanges], None] = lambda changes: None
         """Receives what each write transaction that was committed has changed for this handle."""
         self.serves = False
@@ -111,19 +135,36 @@ class Database:
         self.serves = True
 
     def submit(
-        self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
+        self,
+        run: Callable[[Transaction], T],
+        *,
+        writes: bool = True,
+        durable: bool = False,
+        brief: bool = False,
     ) -> asyncio.Future[T]:
         """Queue an operation. Cancelling the future prevents it only before its transaction
-        begins."""
+        begins. `brief`: it may be executed on the loop."""
         answer: asyncio.Future[T] = self._loop.create_future()
-        self.thread.submit(_Operation(self, run, answer, writes, durable))
+        self.thread.submit(_Operation(self, run, answer, writes, durable, brief))
         return answer
+
+    def execute_now(self, run: Callable[[Transaction], T], *, last: bool = False) -> T | None:
+        """Execute a brief operation that writes, on the loop, if nothing has to be waited for; None
+        if it was not executed. `last`: others are notified when the caller has gone on."""
+        operation = _Operation(self, run, self._loop.create_future(), True, False, brief=True)
+        if self.left or not self.thread.execute_now(operation, last=last):
+            return None
+        return cast("T", operation.answer.result())
 
     def submit_later(self, run: Callable[[Transaction], T]) -> asyncio.Future[T]:
         """Queue an operation that writes together with the next, before it, or in a moment."""
         answer: asyncio.Future[T] = self._loop.create_future()
-        self.thread.submit_later(_Operation(self, run, answer, writes=True, durable=False))
+        self.thread.submit_later(_Operation(self, run, answer, True, False, brief=True))
         return answer
+
+    def drop_stale(self) -> None:
+        """Have the rows of closed watches removed in a moment, if nothing is written before."""
+        self.submit_later(_nothing).add_done_callback(retrieve)
 
     async def close(self) -> None:
         """Leave the thread. It ends with the last handle."""
@@ -154,8 +195,18 @@ class DatabaseThread:
         self._handles: Mapping[str, Database] = {}
         """The handles that were admitted, by inbox. Both threads read it, so it is replaced and
         never changed."""
-        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Operation | Literal["wake"] | None] = SimpleQueue()
+        self._queued = 0
+        """How many operations were put into the queue and are not answered. Of the loop."""
+        self._using = threading.Lock()
+        """Held by the one thread that uses the connection now. The loop never waits for it."""
+        self._turn: list[_Operation] = []
+        """Operations of this turn of the loop that it will execute itself, if it can."""
+        self._has_executed = False
+        """An operation was executed on the loop in this turn."""
         self._later: list[_Operation] = []
+        self._undelivered: deque[Transaction] = deque()
+        """Transactions whose changes the handles have not applied yet. Of the loop."""
         self._first: _Operation | None = None
         """An operation that was taken from the queue, and belongs to the next batch."""
         self._thread = threading.Thread(target=self._serve, name="doyen-sqlite", daemon=True)
@@ -168,6 +219,8 @@ class DatabaseThread:
         """The latest number that a transaction of this connection has seen."""
         self._unsaved = 0
         """Commits since this connection has last copied the log to the database."""
+        self._is_low = False
+        """Half of the reserved numbers are used."""
 
     @classmethod
     def of(cls, path: str, loop: asyncio.AbstractEventLoop) -> DatabaseThread:
@@ -206,7 +259,7 @@ class DatabaseThread:
         while True:
             answer: asyncio.Future[None] = self._loop.create_future()
             admission = _Admission(handle, _nothing, answer, True, False, patience_s=patience_s)
-            self._queue.put(admission)
+            self._put([admission])
             try:
                 await answer
                 break
@@ -217,17 +270,99 @@ class DatabaseThread:
 
     def submit(self, operation: _Operation) -> None:
         self._submit_later_ones()
-        self._queue.put(operation)
+        self._submit([operation])
 
     def submit_later(self, operation: _Operation) -> None:
         if not self._later:
-            self._loop.call_later(_LATER_S, self._submit_later_ones)
+            self._loop.call_later(_SOON_S, self._submit_later_ones)
         self._later.append(operation)
 
     def _submit_later_ones(self) -> None:
         later, self._later = self._later, []
-        for operation in later:
+        self._submit(later)
+
+    def _submit(self, operations: list[_Operation]) -> None:
+        if self._queued or not all(operation.brief for operation in operations):
+            self._put(operations)
+            return
+        if operations and not self._turn:
+            self._loop.call_soon(self._end_turn, _TRIES)
+        self._turn += operations
+
+    def _put(self, operations: list[_Operation]) -> None:
+        """Have the thread execute these, and before them those of this turn."""
+        operations, self._turn = [*self._turn, *operations], []
+        self._queued += len(operations)
+        for operation in operations:
             self._queue.put(operation)
+
+    def _end_turn(self, tries: int) -> None:
+        """Execute the operations of this turn, on the loop if nothing has to be waited for. A lock
+        that is not free now often is in one of the next turns: a watcher is woken just before the
+        writer's commit."""
+        batch = self._turn
+        if not batch:
+            return
+        outcome = self._try_here(batch)
+        if outcome == "long" or (outcome == "busy" and not tries):
+            self._put([])
+        elif outcome == "busy":
+            os.sched_yield()
+            self._loop.call_soon(self._end_turn, tries - 1)
+        else:
+            self._turn = []
+            self._answer_here(batch, outcome)
+
+    def execute_now(self, operation: _Operation, *, last: bool) -> bool:
+        """Execute an operation in this instant, and before it those that were to share its
+        transaction; False if it was not executed. Not twice in a turn of the loop: operations that
+        come together share a transaction."""
+        if self._queued or self._turn or self._has_executed:
+            return False
+        batch = [*self._later, operation]
+        outcome = self._try_here(batch)
+        if outcome == "busy" or outcome == "long":
+            return False
+        self._later = []
+        self._has_executed = True
+        self._loop.call_soon(self._rest)
+        self._answer_here(batch, outcome, last=last)
+        return True
+
+    def _rest(self) -> None:
+        self._has_executed = False
+
+    def _try_here(self, batch: list[_Operation]) -> Transaction | Literal["busy", "long"] | None:
+        """Execute operations on the loop, where neither another thread or process nor the disk may
+        be waited for. A handover is then not delayed by two changes of threads. If that is not
+        possible, nothing was done: another process has the write lock ("busy"), or the thread has
+        to execute them ("long")."""
+        if len(batch) > _BRIEF_BATCH or not self._using.acquire(blocking=False):
+            return "long"
+        try:
+            if not connections().enter_now(self.connection):
+                return "long"
+            try:
+                return self._carry_out_here(batch)
+            finally:
+                connections().leave(self.connection)
+        finally:
+            self._using.release()
+
+    def _answer_here(
+        self, batch: list[_Operation], committed: Transaction | None, *, last: bool = False
+    ) -> None:
+        if committed is not None and not last:
+            committed.notify(committed=True)
+        self._settle_all(batch)
+        if committed is not None:
+            self._undelivered.append(committed)
+            if last:  # the caller may lead now: its body goes first
+                self._loop.call_later(_SOON_S, self._deliver)
+            else:
+                self._loop.call_soon(self._deliver)
+        if self._is_low or self._unsaved in (_SAVE_AFTER, _SAVE_AT_LATEST):
+            self._queue.put("wake")
 
     async def dismiss(self, handle: Database) -> None:
         """A handle was closed. With the last one, what is queued is executed, the connection is
@@ -239,6 +374,7 @@ class DatabaseThread:
         for key in [key for key, thread in list(_threads.items()) if thread is self]:
             del _threads[key]
         self._submit_later_ones()
+        self._put([])
         if self._thread.ident is not None:
             self._queue.put(None)
             await self._ended
@@ -258,12 +394,10 @@ class DatabaseThread:
             return
         self._post(_settle, self._opened, None, None)
         while batch := self._take():
-            with self.connection.inside():
+            with self._using, self.connection.inside():
                 committed = self._carry_out(batch)
             self._post(self._answer, batch, committed)
-            if committed is not None:
-                with self.connection.inside():
-                    self._keep_house(committed)
+            self._keep_house()
         self.connection.close()
         self._post(_settle, self._ended, None, None)
 
@@ -277,13 +411,18 @@ class DatabaseThread:
         return [first, *self._pending(_BATCH - 1)]
 
     def _next(self) -> _Operation | None:
-        if self._unsaved >= _SAVE_AFTER:
+        while True:
+            unsaved = self._unsaved
             try:
-                return self._queue.get(timeout=_IDLE_S)
+                operation = self._queue.get(timeout=_IDLE_S if unsaved >= _SAVE_AFTER else None)
             except Empty:
-                with self.connection.inside():
-                    self._save()
-        return self._queue.get()
+                if self._unsaved == unsaved:
+                    with self._using, self.connection.inside():
+                        self._save()
+                continue
+            if operation != "wake":
+                return operation
+            self._keep_house()
 
     def _pending(self, number: int) -> Iterator[_Operation]:
         """The operations that are in the queue by now, up to an admission."""
@@ -294,6 +433,8 @@ class DatabaseThread:
                 operation = self._queue.get_nowait()
             except Empty:
                 return
+            if operation == "wake":
+                continue  # the thread is awake
             if operation is None:
                 self._queue.put(None)
                 return
@@ -321,14 +462,30 @@ class DatabaseThread:
             pass  # the loop was closed without closing the store
 
     def _answer(self, batch: list[_Operation], committed: Transaction | None) -> None:
+        self._queued -= len(batch)
+        self._settle_all(batch)
+        if committed is not None:
+            self._undelivered.append(committed)
+            self._deliver()
+
+    def _settle_all(self, batch: list[_Operation]) -> None:
         for operation in batch:
             _settle(operation.answer, operation.result, operation.error)
             if isinstance(operation, _Admission) and operation.handle.left:
                 operation.handle.inbox.close()
                 operation.handle.inbox.remove()
-        if committed is not None:
+
+    def _deliver(self) -> None:
+        """Have the handles apply what was committed, in that order."""
+        while self._undelivered:
+            committed = self._undelivered.popleft()
+            committed.notify(committed=True)
             for changes in committed.changes.values():
                 changes.handle.deliver(changes)
+            for handle in [*self._handles.values()][:1]:
+                for inbox in committed.readerless:
+                    drop = partial(Transaction.drop_inbox, inbox=inbox, send=handle.inbox.send)
+                    handle.submit(drop).add_done_callback(retrieve)
 
     def _carry_out(self, batch: list[_Operation]) -> Transaction | None:
         """Execute the operations. Returns the transaction if it wrote and was committed."""
@@ -352,24 +509,50 @@ class DatabaseThread:
                 self.connection.roll_back()
                 return self._write(wanted, batch, durable=True)
         except Exception as error:  # noqa: BLE001 (raised by every operation of the batch)
-            self.connection.roll_back()
-            for operation in wanted:
-                operation.result = None
-                operation.error = self.connection.translate(error, copy=True)
+            self._fail(wanted, error)
             return None
 
-    def _keep_house(self, committed: Transaction) -> None:
-        """What waits for the disk, while nobody waits for it: reserve numbers before they are
-        needed, and copy the log to the database. If it fails, it is done when it is needed."""
-        self._unsaved += 1
+    def _carry_out_here(
+        self, batch: list[_Operation]
+    ) -> Transaction | Literal["busy", "long"] | None:
+        """`_carry_out`, on the loop, as far as that is possible without waiting."""
+        wanted = [operation for operation in batch if not operation.answer.cancelled()]
+        if not wanted:
+            return None
         try:
-            self.connection.reconnect()
-            if committed.is_low:
-                self._write([], [], durable=True)
-        except (sqlite3.Error, OSError, StoreError):
+            begun = self.connection.begin_at_once()
+            if begun != "begun":
+                return begun
+            return self._perform(wanted, brief=True)
+        except (DurableNeeded, TooLong):
             self.connection.roll_back()
-        if self._unsaved >= _SAVE_AT_LATEST:
-            self._save()
+            return "long"
+        except Exception as error:  # noqa: BLE001 (raised by every operation of the batch)
+            self._fail(wanted, error)
+            return None
+
+    def _fail(self, batch: list[_Operation], error: Exception) -> None:
+        self.connection.roll_back()
+        for operation in batch:
+            operation.result = None
+            operation.error = self.connection.translate(error, copy=True)
+
+    def _keep_house(self) -> None:
+        """Do work that waits for the disk while no operation is waiting: reserve numbers before
+        they are needed, and copy the log to the database. If this fails, it is done when it is
+        needed."""
+        if not self._is_low and self._unsaved < _SAVE_AT_LATEST:
+            return
+        with self._using, self.connection.inside():
+            try:
+                self.connection.reconnect()
+                if self._is_low:
+                    self._is_low = False
+                    self._write([], [], durable=True)
+            except (sqlite3.Error, OSError, StoreError):
+                self.connection.roll_back()
+            if self._unsaved >= _SAVE_AT_LATEST:
+                self._save()
 
     def _save(self) -> None:
         """Copy the log to the database. If it fails, SQLite does it when it has become long."""
@@ -386,7 +569,7 @@ class DatabaseThread:
             tables.act_for(operation.handle)
             try:
                 operation.result, operation.error = operation.run(tables), None
-            except (WriteNeeded, DurableNeeded):
+            except (WriteNeeded, DurableNeeded, TooLong):
                 raise
             except Exception as error:
                 if ends_transaction(error):
@@ -401,18 +584,31 @@ class DatabaseThread:
     def _write(
         self, wanted: list[_Operation], batch: list[_Operation], *, durable: bool = False
     ) -> Transaction:
-        """Execute the operations `wanted`, and those that join them, if there are any: these are
-        added to both."""
+        """Execute the operations `wanted`. If there are any, those that join them are executed too,
+        and added to both lists."""
         durable = durable or any(operation.durable for operation in wanted)
         self._begin(wanted, "FULL" if durable else "NORMAL")
         if wanted:
             self._join(wanted, batch)
-        present = self._in_place(wanted)
-        tables = self._transaction(writable=True)
+        tables = self._perform(wanted)
+        tables.notify(committed=True)
+        return tables
+
+    def _perform(self, batch: list[_Operation], *, brief: bool = False) -> Transaction:
+        """Execute the operations in the transaction that has begun, and commit it. The caller then
+        notifies."""
+        present = self._in_place(batch)
+        tables = self._transaction(writable=True, brief=brief)
         self._attempt(present, tables)
-        tables.finish(self._handles)
-        self.connection.commit()
+        try:
+            tables.finish(self._handles)
+            self.connection.commit()
+        except BaseException:
+            tables.notify(committed=False)
+            raise
         self._seen = max(self._seen, tables.latest or 0)
+        self._unsaved += 1
+        self._is_low |= tables.is_low
         return tables
 
     def _in_place(self, batch: list[_Operation]) -> list[_Operation]:
@@ -436,10 +632,11 @@ class DatabaseThread:
         patience_s = min(patience_s, self.connection.patience_s)
         self.connection.begin(level, patience_s=patience_s, wanted=wanted)
 
-    def _transaction(self, *, writable: bool) -> Transaction:
+    def _transaction(self, *, writable: bool, brief: bool = False) -> Transaction:
         return Transaction(
             self.connection.execute,
             writable=writable,
+            brief=brief,
             durable=self.connection.synchronous == "FULL",
             seen=self._seen,
         )
@@ -460,7 +657,7 @@ class DatabaseThread:
             if handle.alone():
                 tables = self._transaction(writable=True)
                 tables.begin_at_ceiling()
-                tables.finish({})
+                tables.finish({})  # changes the counter only: no watcher to notify
             handle.inbox.make()  # `_answer` removes it if the handle was closed meanwhile
             self.connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 (raised by admit)

@@ -8,7 +8,7 @@ its own, and could lead besides another leader. A lock that the parent held duri
 never be free in the child.
 
 So a fork waits until no thread is inside SQLite, and closes every connection. If a thread does not
-leave SQLite within `FORK_WAIT_S`, because the disk hangs, the process forks all the same, and the
+leave SQLite within `FORK_WAIT_S`, because the disk hangs, the process forks nevertheless, and the
 child refuses to open that file.
 
 Only connections of doyen are known here. Imports nothing of the package.
@@ -63,8 +63,8 @@ class Connections:
 
     @contextmanager
     def inside(self, database: OpenDatabase) -> Iterator[None]:
-        """The calling thread uses SQLite. It waits while the process forks, and its connection may
-        have been closed since the last time."""
+        """Around a use of SQLite by the calling thread. Waits while the process forks; the
+        connection may have been closed since the last use."""
         self.enter(database)
         try:
             yield
@@ -76,6 +76,18 @@ class Connections:
             self._changed.wait_for(lambda: not self._forks)
             self._open.add(database)
             self._inside.add(database)
+
+    def enter_now(self, database: OpenDatabase) -> bool:
+        """`inside`, without a wait; False if the process forks, or may be about to."""
+        if not self._changed.acquire(blocking=False):
+            return False
+        try:
+            if not self._forks:
+                self._open.add(database)
+                self._inside.add(database)
+            return not self._forks
+        finally:
+            self._changed.release()
 
     def leave(self, database: OpenDatabase) -> None:
         with self._changed:

@@ -1,4 +1,5 @@
-"""The inbox of a handle: the FIFO through which others report the tags of what they change.
+"""The inbox of a handle: the FIFO through which other processes report the tags of what they
+change.
 
 A message is one tag of eight bytes, so a FIFO without room for a message is full to the last byte.
 A handle that empties a full inbox treats everything as changed.
@@ -33,6 +34,7 @@ class Inbox:
         self.name = secrets.token_hex(8)
         self.fd = -1
         self._capacity = select.PIPE_BUF
+        self._messages = bytearray()
 
     def make(self) -> None:
         path = self._directory.file(self.name, "inbox")
@@ -42,6 +44,7 @@ class Inbox:
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if hasattr(fcntl, "F_GETPIPE_SZ"):
             self._capacity = fcntl.fcntl(self.fd, fcntl.F_GETPIPE_SZ)
+        self._messages = bytearray(max(self._capacity, 1 << 16))
 
     def in_place(self) -> bool:
         return os.path.exists(self._directory.file(self.name, "inbox"))
@@ -49,17 +52,31 @@ class Inbox:
     def send(self, name: str, tags: Iterable[int]) -> bool:
         """Send tags to the inbox of another handle; False if it has no reader. Under the write
         lock."""
+        fd = self.reach(name)
+        return fd is not None and self.write(fd, tags)
+
+    def reach(self, name: str) -> int | None:
+        """A descriptor of the inbox of another handle, for `write`; None if it has no reader. Under
+        the write lock."""
         path = self._directory.file(name, "inbox")
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            return False
+            return None
+
+    def discard(self, name: str) -> None:
+        """Remove an inbox that has no reader."""
+        with suppress(OSError):  # the next process that opens the store removes it
+            os.unlink(self._directory.file(name, "inbox"))
+
+    @staticmethod
+    def write(fd: int, tags: Iterable[int]) -> bool:
+        """Send tags to the inbox that was reached, and close the descriptor; False if it has no
+        reader any more."""
         try:
             # One by one, so that a full FIFO is full to the last byte and its reader notices.
             for tag in tags:
@@ -92,18 +109,17 @@ class Inbox:
     def drain(self) -> set[int] | None:
         """The tags that have arrived, or None if some may have been dropped."""
         try:
-            data = os.read(self.fd, max(self._capacity, 1 << 16))
+            size = os.readv(self.fd, [self._messages])
         except BlockingIOError:
             return set()
-        if len(data) >= self._capacity:
+        if size >= self._capacity:
             return None
-        return {tag for (tag,) in _TAG.iter_unpack(data)}
+        return {tag for (tag,) in _TAG.iter_unpack(self._messages[:size])}
 
     def remove(self) -> None:
         """Remove the FIFO, after the rows that name it: until then it shows that its reader is
         gone."""
-        with suppress(OSError):
-            os.unlink(self._directory.file(self.name, "inbox"))
+        self.discard(self.name)
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1

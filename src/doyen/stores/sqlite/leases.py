@@ -97,6 +97,8 @@ class LeaseFileVerdict(NamedTuple):
 
 
 _ENDED = LeaseFileVerdict(ended=True)
+_OVER = LeaseFileVerdict(ended=True)
+"""As `_ENDED`, if this handle found that the lease is over."""
 
 
 class _Held:
@@ -220,9 +222,15 @@ class LocalLeases:
 
     def end(self, lease: str) -> None:
         """End a lease, of this or another process. The first file that is removed ends it."""
-        for part in ("lease", "alive", "seal"):
+        self._remove(lease, "lease", "alive", "seal")
+
+    def _remove(self, lease: str, *parts: str) -> None:
+        for part in parts:
             with suppress(FileNotFoundError):
                 os.unlink(self._directory.file(lease, part))
+
+    def holds(self, lease: str) -> bool:
+        return lease in self._held
 
     def release(self, lease: str) -> None:
         """Close the descriptors of a held lease; to others this looks like the owner's death."""
@@ -245,6 +253,13 @@ class LocalLeases:
     def judge(self, lease: str) -> LeaseFileVerdict:
         """Whether a lease has ended. A lease that is found to be over is ended, unless this handle
         only looks."""
+        verdict = self.judge_only(lease)
+        if verdict is _OVER:
+            self.clear_remains(lease)
+        return verdict
+
+    def judge_only(self, lease: str) -> LeaseFileVerdict:
+        """`judge`, but the other files of a lease that is over are left to `clear_remains`."""
         held = self._held.get(lease)
         if held is not None and held.links():
             left_s = held.record.expires_at - self._now()
@@ -310,8 +325,8 @@ class LocalLeases:
                 # Report the end before the unlink, so that no other process can act on it before it
                 # is reported, even if this process is killed in between.
                 self._tell_ended(lease, cause)
-            self.end(lease)
-        return _ENDED
+            self._remove(lease, "lease")
+        return _OVER
 
     def _seal(self, lease: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT

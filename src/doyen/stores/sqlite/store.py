@@ -28,7 +28,7 @@ from doyen.stores.sqlite.inbox import Inbox
 from doyen.stores.sqlite.leases import LocalLeases
 from doyen.stores.sqlite.location import SessionsDirectory, kind_of, translate_os
 from doyen.stores.sqlite.tables import Transaction
-from doyen.stores.sqlite.watches import LocalWatches
+from doyen.stores.sqlite.watches import EntryWatch, LocalWatches
 
 __all__ = ["SQLiteStore"]
 
@@ -102,10 +102,15 @@ class SQLiteStore(GuardedStore):
             self._leases.release(lease.id)
 
     def _submit(
-        self, run: Callable[[Transaction], T], *, writes: bool = True, durable: bool = False
+        self,
+        run: Callable[[Transaction], T],
+        *,
+        writes: bool = True,
+        durable: bool = False,
+        brief: bool = False,
     ) -> asyncio.Future[T]:
         self._require_usable()
-        return self._database.submit(run, writes=writes, durable=durable)
+        return self._database.submit(run, writes=writes, durable=durable, brief=brief)
 
     async def create(self, key: str, value: bytes, lease: Lease) -> Creation:
         if not belongs_to_order(key):
@@ -118,8 +123,26 @@ class SQLiteStore(GuardedStore):
         await self._take_part()
         at = None if ticket is None else ticket.key
         return await self._submit(
-            lambda tables: tables.create_and_look(key, value, lease.id, at, other)
+            lambda tables: tables.create_and_look(key, value, lease.id, at, other), brief=True
         )
+
+    def create_and_look_now(
+        self, key: str, value: bytes, lease: Lease, ticket: Entry | None, other: str
+    ) -> Looked | None:
+        self._require_usable()
+        if self._leases.looks_only:
+            return None
+        at = None if ticket is None else ticket.key
+        return self._database.execute_now(
+            lambda tables: tables.create_and_look(key, value, lease.id, at, other), last=True
+        )
+
+    def delete_now(self, entries: Sequence[Entry]) -> bool:
+        try:
+            self._require_usable()
+            return self._database.execute_now(lambda tables: tables.delete_own(entries)) or False
+        except StoreError:
+            return False
 
     async def put(self, key: str, value: bytes, *, if_version: Version | None) -> Entry | None:
         return await self._submit(lambda tables: tables.put(key, value, if_version), durable=True)
@@ -133,7 +156,7 @@ class SQLiteStore(GuardedStore):
         return await self._submit(lambda tables: tables.update(entry, value))
 
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
-        return await self._submit(lambda tables: tables.delete(key, if_version))
+        return await self._submit(lambda tables: tables.delete(key, if_version), brief=True)
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         await self._take_part()
@@ -151,6 +174,15 @@ class SQLiteStore(GuardedStore):
     async def watch(self, scope: str, notify: Callable[[], None]) -> Watch:
         self._require_usable()
         return await self._watches.watch(scope, notify)
+
+    async def watch_entry(self, key: str, notify: Callable[[], None]) -> Watch:
+        self._require_usable()
+        return await self._watches.watch_entry(key, notify)
+
+    def carried(self, watch: Watch) -> Entry | None:
+        assert isinstance(watch, EntryWatch)
+        entry, watch.carried = watch.carried, None
+        return entry
 
     async def diagnose(self) -> Sequence[Finding]:
         return await self._submit(self._diagnose, writes=False)

@@ -18,18 +18,22 @@ The last handle that is closed lowers the ceiling to the counter, so that no num
 
 A writer notifies the watchers of a key *before* the commit: a writer that is killed at any instant
 has then either notified them or changed nothing. The watchers read after acquiring the write lock
-themselves, which is after the commit or its failure.
+themselves, which is after the commit or its failure. A transaction that only deletes or updates
+entries of the writer's own leases notifies after it, so that no watcher wakes only to wait for the
+commit: if the writer is killed in between, the end of its lease notifies the watchers of these
+entries. It would not notify those of an entry that was created, as they do not monitor its lease
+before they have been notified of it.
 
 An operation is one method of `Transaction`. Many operations share a transaction. One that fails
 leaves only effects that are correct by themselves (a skipped number, removed rows of an ended
-lease), so the others proceed. Used on the database thread only.
+lease), so the others proceed. One thread uses them at a time.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import suppress
 from typing import Any, Protocol
 
 from doyen.errors import ConfigError, TicketGone
@@ -48,13 +52,14 @@ __all__ = [
     "DurableNeeded",
     "Handle",
     "HandleChanges",
+    "TooLong",
     "Transaction",
     "WriteNeeded",
 ]
 
 APPLICATION_ID = 0x446F7965
 SCHEMA_VERSION = 2
-BLOCK = 1000
+BLOCK = 10_000
 """How many numbers are reserved on disk at a time."""
 _COUNTER = (
     "CREATE TABLE counter (only INTEGER PRIMARY KEY CHECK (only = 1), revision INTEGER NOT NULL,"
@@ -84,21 +89,28 @@ MIGRATION = (
 
 _ENTRY = "SELECT key, value, revision, version, lease FROM entries "
 _AT_ONCE = 48
-_WATCHING = f"SELECT inbox, tag, scope FROM watches WHERE scope IN ({','.join('?' * _AT_ONCE)})"
+_WATCHING = [
+    f"SELECT inbox, tag, scope FROM watches WHERE scope IN ({','.join('?' * number)})"
+    for number in range(_AT_ONCE + 1)
+]
+"""The query for the watches of scopes, by their number."""
 _MANY = 200
-_SOME = (
-    "SELECT count(*) FROM"
-    f" (SELECT 1 FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL LIMIT {_MANY})"
+_AT = "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION "
+_OF_ENTRIES = (
+    f"{_AT}ALL SELECT lease FROM (SELECT lease FROM entries WHERE key > ? AND key < ?"
+    f" AND lease IS NOT NULL LIMIT {_MANY})"
 )
-_OF_ENTRIES = "SELECT lease FROM entries WHERE key > ? AND key < ? AND lease IS NOT NULL"
 _OF_EACH = (
-    "SELECT lease FROM (WITH RECURSIVE each(lease) AS (SELECT min(lease) FROM entries WHERE lease"
-    " IS NOT NULL UNION ALL SELECT (SELECT min(lease) FROM entries WHERE lease > each.lease)"
+    f"{_AT}SELECT lease FROM (WITH RECURSIVE each(lease) AS (SELECT min(lease) FROM entries WHERE"
+    " lease IS NOT NULL UNION ALL SELECT (SELECT min(lease) FROM entries WHERE lease > each.lease)"
     " FROM each WHERE lease IS NOT NULL) SELECT lease FROM each) AS owner WHERE EXISTS (SELECT 1"
     " FROM entries WHERE lease = owner.lease AND key > ? AND key < ?)"
 )
-"""The leases of entries under a prefix: of each entry, or each lease that has one. The index of
-leases contains the keys, so the latter takes a few steps for each lease."""
+"""The leases of an entry and of the entries under it: found by going through these entries, up to
+`_MANY`, or by going through all leases. The index of leases contains the keys, so the latter takes
+a few steps for each lease."""
+_FEW = 32
+"""How many rows or processes of one kind a brief transaction has to do with at most."""
 _RANKS = 1 << 31
 
 Send = Callable[[str, Iterable[int]], bool]
@@ -113,13 +125,19 @@ class DurableNeeded(Exception):
     """The transaction needs a number above the ceiling."""
 
 
+class TooLong(Exception):
+    """The transaction was to be brief, and has more to do."""
+
+
 class Handle(Protocol):
     """The handle that an operation belongs to."""
 
     leases: LocalLeases
     inbox: Inbox
-    stale: deque[int]
+    stale: set[int]
     """Tags of watches that were closed."""
+    carrying: frozenset[int]
+    """Tags of scopes whose entry is read for their watchers."""
     deliver: Callable[[HandleChanges], None]
 
 
@@ -134,7 +152,11 @@ class HandleChanges:
         """By tag, the leases that something in the scope is bound to, as of this transaction."""
         self.reread: dict[int, str] = {}
         """Scopes of the handle whose watchers were notified already."""
+        self.carried: dict[int, Entry] = {}
+        """By tag, the entries that are read for their watchers, as of this transaction."""
         self.verdicts: dict[str, LeaseFileVerdict] = {}
+        self.dropped: list[int] = []
+        """Tags of closed watches whose rows it deletes."""
 
 
 class Transaction:
@@ -146,24 +168,36 @@ class Transaction:
         *,
         writable: bool,
         durable: bool = False,
+        brief: bool = False,
         seen: int = 0,
     ) -> None:
-        """`durable`: the commit is on disk before it is confirmed. `seen` is the latest number that
-        this process has seen."""
+        """`durable`: the commit is on disk before it is confirmed. `brief`: raise `TooLong` if it
+        has to do with many rows. `seen` is the latest number that this process has seen."""
         self._execute = execute
         self._durable = durable
+        self._brief = brief
         self._seen = seen
         self._writable = writable
         self._current: HandleChanges
         self.changes: dict[str, HandleChanges] = {}
         """What it changes for each handle of this process that it concerns, by inbox."""
         self._owners_of: dict[str, frozenset[str]] = {}
+        self._unbound: dict[str, Entry | None] = {}
         self._alive: dict[str, LeaseFileVerdict] = {}
         """Verdicts that are the same for all handles."""
         self._revision: int | None = None
         self._ceiling = 0
         self._counted = False
         self._changed: set[str] = set()
+        self._is_own = True
+        """Nothing changes but entries that are bound to leases of this process, and none is
+        created."""
+        self._reached: list[tuple[int, set[int]]] = []
+        """The inboxes to notify after the commit, and of which scopes."""
+        self.readerless: list[str] = []
+        """Inboxes without a reader, which a brief transaction leaves to another."""
+        self._dead: set[str] = set()
+        """Ended leases whose rows it has come upon."""
 
     def act_for(self, handle: Handle) -> None:
         """The operations that follow belong to this handle."""
@@ -192,16 +226,16 @@ class Transaction:
         return [entry for row in rows.fetchall() if (entry := self._live(row)) is not None]
 
     def ahead(self, key: str) -> Entry | None:
-        if self.get(key) is None:
+        query = _ENTRY + "WHERE key > ? AND key <= ? ORDER BY key DESC LIMIT 2"
+        first = key.rpartition("/")[0] + "/"
+        own, *before = self._execute(query, (first, key)).fetchall() or [(None,)]
+        if own[0] != key or self._live(own) is None:
             raise TicketGone(f"the ticket {key} is no longer in the line")
         query = _ENTRY + "WHERE key > ? AND key < ? ORDER BY key DESC LIMIT 1"
-        first = key.rpartition("/")[0] + "/"
-        while (row := self._execute(query, (first, key)).fetchone()) is not None:
-            entry = self._live(row)
-            if entry is not None:
-                return entry
-            key = row[0]
-        return None
+        row = before[0] if before else None
+        while row is not None and (entry := self._live(row)) is None:
+            row = self._execute(query, (first, row[0])).fetchone()
+        return None if row is None else entry
 
     def create(self, key: str, value: bytes, lease: str) -> Creation:
         remaining_s = self._require(lease)
@@ -220,7 +254,7 @@ class Transaction:
             return Looked(creation, ahead, self.get(other))
         except TicketGone as error:
             return Looked(creation, failure=error)
-        except OSError as error:  # a lease could not be judged; the record stands all the same
+        except OSError as error:  # a lease could not be judged; the record was created
             return Looked(creation, failure=translate_os(error, key))
 
     def enqueue(self, line: str, value: bytes, lease: str, rank: int) -> Entry:
@@ -252,17 +286,34 @@ class Transaction:
         if present is None or if_version not in (None, present.version):
             return False
         self._execute("DELETE FROM entries WHERE key = ?", (key,))
-        self._changed.add(key)
+        self._change(key, present.lease)
+        return True
+
+    def delete_own(self, entries: Iterable[Entry]) -> bool:
+        """Delete these entries by their versions. They are bound to leases of this process."""
+        for key, _, _, version, lease, _ in entries:
+            deletion = "DELETE FROM entries WHERE key = ? AND version = ?"
+            if self._execute(deletion, (key, version)).rowcount:
+                self._change(key, lease)
         return True
 
     def remove(self, lease: str) -> None:
         """Remove every row of a lease that has ended."""
-        bound = self._execute("SELECT key FROM entries WHERE lease = ?", (lease,)).fetchall()
+        rows = self._execute("SELECT key FROM entries WHERE lease = ?", (lease,))
+        if self._brief:
+            self._require_few(bound := rows.fetchmany(_FEW + 1))
+        else:
+            bound = rows.fetchall()
         if bound and not self._writable:
             raise WriteNeeded
         if bound:
             self._execute("DELETE FROM entries WHERE lease = ?", (lease,))
-            self._changed.update(key for (key,) in bound)
+            for (key,) in bound:
+                self._change(key, lease)
+
+    def _require_few(self, rows: Sized) -> None:
+        if self._brief and len(rows) > _FEW:
+            raise TooLong
 
     def watch(self, scope: str, tag: int) -> None:
         self._execute("INSERT OR REPLACE INTO watches VALUES (?, ?, ?)", (scope, self._inbox, tag))
@@ -273,31 +324,59 @@ class Transaction:
         (self._current.touched if notify else self._current.reread).update(scopes)
 
     def finish(self, handles: Mapping[str, Handle]) -> None:
-        """Settle everything that goes with the changes; the commit is to follow at once. `handles`
-        are those that get what concerns them after the commit, by inbox: others are notified
-        now."""
+        """Settle everything that goes with the changes; the commit is to follow at once, and then
+        `notify`. `handles` are those that get what concerns them after the commit, by inbox."""
         if self._durable:
             self.reserve()
         if self._revision is not None:
             counter = (self._revision, self._ceiling)
             self._execute("UPDATE counter SET revision = ?, ceiling = ?", counter)
         for inbox, changes in self.changes.items():
+            self._require_few(changes.handle.stale)
             while changes.handle.stale:
-                own = (inbox, changes.handle.stale.popleft())
-                self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", own)
+                changes.dropped.append(tag := changes.handle.stale.pop())
+                self._execute("DELETE FROM watches WHERE inbox = ? AND tag = ?", (inbox, tag))
         others: dict[str, set[int]] = {}
         for inbox, tag, scope in self._watching():
             if (handle := handles.get(inbox)) is not None:
                 self._changes_of(handle).touched[tag] = scope
             else:
                 others.setdefault(inbox, set()).add(tag)
-        for inbox, tags in others.items():
-            if not self._current.handle.inbox.send(inbox, tags):
-                self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
         self._owners_of.clear()  # as of before the last operation
         for changes in self.changes.values():
-            for tag, scope in (changes.reread | changes.touched).items():
+            self._require_few(changed := changes.reread | changes.touched)
+            for tag, scope in changed.items():
                 changes.owners[tag] = self._owners(scope)
+                if tag in changes.handle.carrying and (entry := self._unbound_entry(scope)):
+                    changes.carried[tag] = entry
+        self._require_few(others)
+        after = self._is_own and len(others) <= _FEW
+        for inbox, tags in others.items():
+            if not (self._reach(inbox, tags) if after else self._send(inbox, tags)):
+                if self._brief:
+                    self.readerless.append(inbox)
+                else:
+                    self._drop_watches(inbox)
+
+    def _send(self, inbox: str, tags: set[int]) -> bool:
+        return self._current.handle.inbox.send(inbox, tags)
+
+    def _reach(self, inbox: str, tags: set[int]) -> bool:
+        """Prepare a notification. What can fail is done before the commit."""
+        fd = self._current.handle.inbox.reach(inbox)
+        if fd is not None:
+            self._reached.append((fd, tags))
+        return fd is not None
+
+    def notify(self, *, committed: bool) -> None:
+        """Notify those watchers of other processes that were not notified before the commit. If
+        there was no commit, the rows of closed watches are left to the next transaction."""
+        for fd, tags in self._reached:
+            with suppress(OSError):  # whatever it is, the outcome of the transaction is known
+                Inbox.write(fd, tags if committed else ())
+        self._reached.clear()
+        for changes in () if committed else self.changes.values():
+            changes.handle.stale.update(changes.dropped)
 
     def leases(self) -> set[str]:
         """Every lease that a row is bound to."""
@@ -313,7 +392,12 @@ class Transaction:
         if not self._writable:
             raise WriteNeeded
         if not send(inbox, ()):
-            self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
+            self._drop_watches(inbox)
+
+    def _drop_watches(self, inbox: str) -> None:
+        """Remove the watches of an inbox without a reader, and then the inbox."""
+        self._execute("DELETE FROM watches WHERE inbox = ?", (inbox,))
+        self._current.handle.inbox.discard(inbox)
 
     def unwatch_all(self) -> None:
         """Remove all watches of this handle."""
@@ -336,7 +420,7 @@ class Transaction:
             self._revision = self._ceiling
 
     def give_back(self, alone: Callable[[], bool]) -> None:
-        """Numbers that nobody has need not be skipped if no other handle is alive."""
+        """Numbers that were not issued need not be skipped if no other handle is alive."""
         latest = self._latest()
         if latest < self._ceiling and alone():
             if not self._writable:
@@ -363,6 +447,8 @@ class Transaction:
         if verdict.ended:
             if not self._leases.looks_only:
                 self.remove(lease)
+            self._dead.add(lease)
+            self._require_few(self._dead)
             return None
         return Entry(key, value, revision, version, lease, verdict.remaining_s)
 
@@ -394,8 +480,13 @@ class Transaction:
             "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)",
             (key, value, revision, version, lease),
         )
-        self._changed.add(key)
+        self._change(key, lease)
+        self._is_own = self._is_own and revision != version  # else it is created
         return Entry(key, value, revision, version, lease, remaining_s)
+
+    def _change(self, key: str, lease: str | None) -> None:
+        self._changed.add(key)
+        self._is_own = self._is_own and lease is not None and self._leases.holds(lease)
 
     def _latest(self) -> int:
         if self._revision is None:
@@ -416,6 +507,13 @@ class Transaction:
         self._counted = True
         return following
 
+    def _unbound_entry(self, key: str) -> Entry | None:
+        """The entry at a key, unless it is bound to a lease, which each handle judges itself."""
+        if key not in self._unbound:
+            row = self._execute(_ENTRY + "WHERE key = ? AND lease IS NULL", (key,)).fetchone()
+            self._unbound[key] = None if row is None else Entry(*row)
+        return self._unbound[key]
+
     def _owners(self, scope: str) -> frozenset[str]:
         found = self._owners_of.get(scope)
         if found is None:
@@ -423,14 +521,16 @@ class Transaction:
         return found
 
     def _read_owners(self, scope: str) -> frozenset[str]:
-        query = "SELECT lease FROM entries WHERE key = ? AND lease IS NOT NULL UNION "
-        query += _OF_EACH if self._are_many(scope) else _OF_ENTRIES
-        return frozenset(lease for (lease,) in self._execute(query, (scope, *_under(scope))))
+        found = self._execute(_OF_ENTRIES, (scope, *_under(scope))).fetchall()
+        if self._are_many(found):
+            if self._brief:
+                raise TooLong
+            found = self._execute(_OF_EACH, (scope, *_under(scope))).fetchall()
+        return frozenset(lease for (lease,) in found)
 
-    def _are_many(self, scope: str) -> bool:
+    def _are_many(self, found: Sized) -> bool:
         """Whether a scope has so many entries that it is better to go through all leases."""
-        (number,) = self._execute(_SOME, _under(scope)).fetchone()
-        return int(number) == _MANY
+        return len(found) >= _MANY
 
     def _watching(self) -> Iterable[tuple[str, int, str]]:
         """The watches of changed keys and of the scopes that contain them."""
@@ -442,9 +542,8 @@ class Transaction:
                 path = path.rpartition("/")[0]
         asked = [*scopes]
         for start in range(0, len(asked), _AT_ONCE):
-            some: list[str | None] = [*asked[start : start + _AT_ONCE]]
-            some += [None] * (_AT_ONCE - len(some))
-            yield from self._execute(_WATCHING, some).fetchall()
+            some = asked[start : start + _AT_ONCE]
+            yield from self._execute(_WATCHING[len(some)], some).fetchall()
 
 
 def _under(prefix: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ from kazoo.protocol.serialization import (
 )
 from kazoo.protocol.states import KazooState
 
-from doyen._waiting import retrieve, shared
+from doyen._waiting import LoopCalls, retrieve, shared
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnusable
 from doyen.stores.zookeeper.connection import (
     CloseSession,
@@ -87,29 +87,6 @@ _WARRANT = struct.Struct("!Qd16s")
 """The number of a session, its length and its password."""
 IN_FLIGHT = 64
 """The most requests in flight ahead of a renewal on the same connection."""
-
-
-class _LoopCalls:
-    """Calls from any thread to the loop, in order. The loop is woken once for all that wait."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: deque[Callable[[], object]] = deque()
-        self._woken = False
-
-    def post(self, call: Callable[[], object]) -> None:
-        self._queue.append(call)
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop was closed without closing the store
-                self._loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        # Cleared first: a call that is posted after this wakes the loop again, and one that was
-        # posted before is in the queue.
-        self._woken = False
-        while self._queue:
-            self._queue.popleft()()
 
 
 class _PendingRequests:
@@ -180,7 +157,7 @@ class ZooKeeperSession:
         self._opened: asyncio.Future[None] = loop.create_future()
         self._opened.add_done_callback(retrieve)  # a foreign session is not waited for
         self._stopping = False
-        self._calls = _LoopCalls()
+        self._calls = LoopCalls(asyncio.get_running_loop())
         self._handler = KazooHandler(self)
         self._client = make_client(self, timeout_s, self._handler, taken_over)
 
@@ -268,7 +245,8 @@ class ZooKeeperSession:
 
     def post(self, call: Callable[[], object]) -> None:
         """Call something on the loop, in order. Any thread."""
-        self._calls.post(call)
+        with contextlib.suppress(RuntimeError):  # the loop was closed without closing the store
+            self._calls.put(call)
 
     def translate(self, error: Exception, *, writes: bool) -> Exception:
         """The error of a failed request. With `writes` it could have changed something."""

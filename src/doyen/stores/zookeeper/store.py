@@ -49,7 +49,7 @@ from doyen.stores.zookeeper.connection import ZooKeeperAddress
 from doyen.stores.zookeeper.diagnosis import findings, states
 from doyen.stores.zookeeper.paths import Layout, in_line, is_ticket, ticket_stem
 from doyen.stores.zookeeper.session import ForeignSession, LeaseSession, ZooKeeperSession
-from doyen.stores.zookeeper.watches import ZooKeeperWatches
+from doyen.stores.zookeeper.watches import ZooKeeperWatches, or_none
 
 __all__ = ["ZooKeeperStore"]
 
@@ -225,7 +225,7 @@ class ZooKeeperStore(GuardedStore):
             return await super().create_and_look(key, value, lease, ticket, other)
         creation = Creation(True, self._entry(key, value, revision, 0, lease.id))
         try:
-            names, found = [await _or_none(answer) for answer in reads[-2:]]
+            names, found = [await or_none(answer) for answer in reads[-2:]]
             is_next = in_line(names or ())[:1] == [name]
             ahead = None if is_next else await self.ahead(ticket)
         except StoreError as error:
@@ -538,14 +538,6 @@ class ZooKeeperStore(GuardedStore):
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = path.rpartition("/")
     return parent, name
-
-
-async def _or_none(answer: asyncio.Future[Any]) -> Any:
-    """The answer to a read, or None if there is no such znode."""
-    try:
-        return await answer
-    except NoNodeError:
-        return None
 
 
 def _refuse_large(value: bytes) -> None:

@@ -27,7 +27,7 @@ from doyen.stores.kit.lifecycle import WatchHandle
 from doyen.stores.zookeeper.paths import Layout
 from doyen.stores.zookeeper.session import ZooKeeperSession
 
-__all__ = ["ZooKeeperWatches"]
+__all__ = ["ZooKeeperWatches", "or_none"]
 
 _CHILDREN, _DATA = 1, 2
 """Kinds of watches of a znode, by ZooKeeper's numbers."""
@@ -85,7 +85,7 @@ class ZooKeeperWatches:
     async def _names(self, path: str) -> list[str] | None:
         # Asked here and not by the caller: a task that is cancelled before it begins would leave
         # a coroutine behind that is never awaited.
-        names: list[str] | None = await _or_none(self._ask(_CHILDREN, path))
+        names: list[str] | None = await or_none(self._ask(_CHILDREN, path))
         return names
 
     async def exists(self, path: str) -> None:
@@ -215,7 +215,7 @@ class ScopeWatch(WatchHandle):
             self._watches.leave(path, self)
 
 
-async def _or_none(asked: Awaitable[Any]) -> Any:
+async def or_none(asked: Awaitable[Any]) -> Any:
     """The answer, or None if there is no such znode."""
     try:
         return await asked

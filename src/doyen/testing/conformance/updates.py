@@ -74,7 +74,7 @@ class UpdateConformance:
     @promise
     async def test_update_of_an_entry_that_is_gone(self, h: StoreHarness) -> None:
         """`update` returns None and changes nothing if the entry was deleted, created again by
-        anyone, or replaced by an entry without a lease."""
+        any client, or replaced by an entry without a lease."""
         store, lease = await leased(h)
         other, other_lease = await leased(h)
         key = leader_key(h.name())

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from doyen.errors import LeaseGone
-from doyen.model import leader_key, line_key, order_key
+from doyen.model import Entry, leader_key, line_key, order_key
 from doyen.testing.conformance.harness import StoreHarness, leased, promise, put
 
 
@@ -136,6 +136,48 @@ class WatchConformance:
             await _yield(chance.randrange(6))
             await second()
             await task
+
+    @promise
+    async def test_what_notifications_carry_reaches_the_final_value(self, h: StoreHarness) -> None:
+        """A watcher of an entry that reads only if its last notification carried nothing reaches
+        the final value, whether another client writes or its own."""
+        writers = [await h.client() for _ in range(3)]
+        watcher = writers[0]
+        for seed in range(10):
+            chance = random.Random(seed)
+            key = order_key(h.name(str(seed)))
+            entry = await put(watcher, key, b"first")
+            changed = asyncio.Event()
+            watch = await watcher.watch_entry(key, changed.set)
+
+            async def write(
+                chance: random.Random = chance, key: str = key, entry: Entry = entry
+            ) -> None:
+                for value in (b"passing", b"passing by", b"final"):
+                    writer = chance.choice(writers)
+                    entry = await put(writer, key, value, entry.version)
+                    await _yield(chance.randrange(6))
+
+            writing = asyncio.create_task(write())
+            while entry.value != b"final":
+                await h.notified(changed, f"the last write to {key} (seed {seed})")
+                found = watcher.carried(watch) or await watcher.get(key)
+                assert found is not None
+                entry = found
+            await writing
+            watch.close()
+
+    @promise
+    async def test_the_end_of_a_lease_notifies_watchers_of_an_entry(self, h: StoreHarness) -> None:
+        """A watcher of an entry is notified of the expiry of its lease, even if no client reads or
+        writes meanwhile."""
+        holder, watcher = await h.client(), await h.client()
+        key = order_key(h.name())
+        await holder.create(key, b"v", await holder.grant(h.ttl_s))
+        changed = asyncio.Event()
+        watch = await watcher.watch_entry(key, changed.set)
+        while watcher.carried(watch) or await watcher.get(key) is not None:
+            await h.notified(changed, "the expiry of the lease of an entry")
 
     @promise
     async def test_an_entry_created_and_deleted_after_the_watch_notifies(

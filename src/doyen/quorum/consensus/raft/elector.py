@@ -269,7 +269,7 @@ class Elector:
         future = message.generation > self.generation
         if future and self._hears_leader():
             return
-        # One of an earlier generation is answered all the same: its sender has to learn that it is
+        # A request of an earlier generation is answered too: its sender has to learn that it is
         # behind.
         granted = (
             message.generation >= self.generation

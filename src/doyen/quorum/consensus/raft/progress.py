@@ -40,7 +40,8 @@ class Progress:
         self.paused = False
         """While probing: a probe is in flight, or the peer is not connected."""
         self.active = True
-        """Whether it was heard from since the last check of the quorum; initially assumed."""
+        """Whether it was heard from since the last check of the quorum; initially assumed. See
+        `heard`."""
         self.lately = True
         """The same for the interval before."""
         self.round = 0
@@ -50,6 +51,11 @@ class Progress:
         self.flying: deque[tuple[int, int]] = deque()
         """While streaming: the last index and the size of each message that is not answered."""
         self.flying_bytes = 0
+
+    @property
+    def heard(self) -> bool:
+        """Whether it has answered this leader, which is never assumed."""
+        return self.match > 0 or self.round > 0
 
     def matched(self, index: int) -> None:
         """The peer has everything up to `index` on disk."""

@@ -26,7 +26,7 @@ The rules for progress:
   leadership. A leader that hears no majority for an election timeout steps down.
 - Messages of an earlier generation are answered in the receiver's own, never dropped: otherwise a
   server that is ahead of a leader could neither be reached by it nor depose it.
-- When the leader's connection ends, its followers forget it in the same generation and run a
+- When the leader's connection ends, its followers have no leader, stay in the generation, and run a
   pre-vote after a short random wait. A majority has to agree, so one broken connection deposes no
   leader.
 
@@ -237,8 +237,8 @@ class Raft(Elector):
             if message.commit > self.log.last:
                 raise InvariantBroken(
                     f"{self.id} acknowledged up to {message.commit} and has only {self.log.last}: "
-                    "its disk has lost what it had written, or its folder is an older copy. "
-                    "Remove it from the cluster, delete the folder and add it again"
+                    "its disk has lost what it had written, or its data directory is an older copy."
+                    " Remove it from the cluster, empty the directory and add it again"
                 )
             self._commit_to(message.commit)
         self._witness(peer, message.durable)
@@ -724,14 +724,19 @@ class Raft(Elector):
 
     def _stranded(self, wanted: Membership) -> str | None:
         """Refuse a change that the connected servers could not commit: it could not be undone
-        either."""
-        there = {peer for peer, known in self._peers.items() if known.active or known.lately}
+        either. A server that was down when this one was elected has not answered it."""
+        there = {
+            peer
+            for peer, known in self._peers.items()
+            if known.heard and (known.active or known.lately)
+        }
         silent = [voter for voter in wanted.voters if voter not in there and voter != self.id]
         if len(wanted.voters) - len(silent) >= wanted.majority:
             return None
+        does, them = ("does", "it") if len(silent) == 1 else ("do", "them")
         return (
-            f"without {', '.join(silent)}, which do not answer, that would be no majority:"
-            " start them, or remove those first"
+            f"without {', '.join(silent)}, which {does} not answer, that would be no majority:"
+            f" start {them}, or remove {them} first"
         )
 
 
