@@ -37,6 +37,7 @@ from doyen.quorum.node.driver import Driver
 from doyen.quorum.node.lease_keeper import KeyspaceLeases, LeaseLooks, Renewals
 from doyen.quorum.node.lists import Lists
 from doyen.quorum.node.membership import not_founded
+from doyen.quorum.node.proposals import ProposalLimits
 from doyen.quorum.node.replicated import KEYSPACE
 from doyen.quorum.node.watches import Watches
 from doyen.quorum.protocol import requests
@@ -58,8 +59,9 @@ NAMES: Final = 8
 """How many names one connection may take. The quorum remembers so many clients by name that none is
 forgotten while it repeats a write, unless a hundred thousand names are taken in a minute. A client
 takes another name only after it was forgotten."""
-SLICE: Final = 256
-"""About how many requests of one client are handled in one turn of the event loop."""
+SLICE: Final = ProposalLimits().batch_commands
+"""About how many requests of one client are handled in one turn of the event loop: as many writes
+as make a full log entry."""
 BACKLOG: Final = 1 << 18
 """How many frames of one client may wait to be handled: more than a client that reconnects with all
 its watches sends. Beyond, nothing more is read from its connection for now."""
