@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from doyen._waiting import LoopEvent
-from doyen.events import Event, Record, Sink
+from doyen.events import Event, Record, Renewed, Sink
 from doyen.events.log_lines import LogfmtLine, LogReporter, log_line
 from doyen.lease.clock import Clock
 
@@ -323,17 +323,22 @@ class Telemetry:
 
         On a loop, an event without an audit log is delivered after `SOON_S`, or before the next
         event of another thread. Delivery wakes threads, which would compete with what is urgent
-        now.
+        now. Nothing is urgent after a renewal, so it costs an idle candidate no second wake-up.
         """
         now, wall = self._clock.now(), self._clock.wall()
-        self._do_in_turn(lambda: self._deliver(event, now, wall, planned))
+        calm = isinstance(event, Renewed)
+        self._do_in_turn(lambda: self._deliver(event, now, wall, planned), calm=calm)
 
-    def _do_in_turn(self, act: Callable[[], None]) -> None:
-        """Do it after what is due."""
+    def _do_in_turn(self, act: Callable[[], None], *, calm: bool = False) -> None:
+        """Do it after what is due. `calm`: nothing else is urgent now, so do it at once if nothing
+        is due."""
         if not self._soon:
             act()
             return
         self._due.append(act)
+        if calm and len(self._due) == 1:
+            self._deliver_due()
+            return
         try:
             # For each event, since the loop may be closed before the timer of an earlier one.
             asyncio.get_running_loop().call_later(SOON_S, self._deliver_due)
