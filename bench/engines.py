@@ -28,7 +28,7 @@ from engines import SLACK_S, worst_s
 
 __all__ = ["ENGINES", "engines"]
 
-HANDOVER_MS = 10.0
+TIMES_FLOOR = 1.5
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def measure(
             name=f"{name}: handover",
             value=p50(handed["doyen"]),
             unit="ms, p50",
-            limit=max(HANDOVER_MS, round(2 * p50(floor), 1)),
+            limit=round(TIMES_FLOOR * p50(floor), 2),
             details={
                 "times_floor": round(p50(handed["doyen"]) / p50(floor), 2),
                 "floor_ms": spread(floor, 1),

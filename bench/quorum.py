@@ -194,9 +194,9 @@ def _figures_of_writes(
         )
 
     return [
-        times("propose", "etcd", 12.0, per_s=rates, cpu_us_each=processor),
+        times("propose", "etcd", 20.0, per_s=rates, cpu_us_each=processor),
         times("propose", "pysyncobj", 1.0, **lost),
-        times("keyspace", "etcd", 8.0),
+        times("keyspace", "etcd", 12.0),
         Figure(
             name=f"forwarded, {many} in flight, processor time each",
             value=turns.compare("forwarded", "keyspace", many, "cpu_us"),
