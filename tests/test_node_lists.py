@@ -130,9 +130,10 @@ def test_a_list_of_many_entries_that_wait_for_their_removal_is_read_a_piece_at_a
     assert client.received == [ListChunk(1, [], True)]
 
     async def rest() -> None:
-        (sending,) = started
-        task = asyncio.ensure_future(sending)
-        while not task.done():
+        tasks: list[asyncio.Future[None]] = []
+        while started or not all(task.done() for task in tasks):
+            tasks += map(asyncio.ensure_future, started)
+            started.clear()
             before = looked
             await asyncio.sleep(0)
             assert looked - before <= lists.BLOCKS
@@ -250,3 +251,30 @@ def test_reads_of_the_same_head_share_a_search_and_clients_take_turns(
     ]
     assert max(turns) <= 3 * lists.BLOCKS, "a list looks at two pieces when it begins"
     assert sum(turns) < 6 * once
+
+
+def test_clients_that_wait_share_the_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads one ticket. So many arrive at once when the node that they used has ended."""
+    turns = looked_at(monkeypatch)
+    keyspace = Keyspace()
+    granted = decode_result(keyspace.apply(encode(Grant(5.0))))
+    assert isinstance(granted, LeaseGranted)
+    keyspace.apply(encode(Enqueue("line", b"", granted.lease, 0)))
+    many = 4 * lists.BLOCKS
+    clients = asyncio.run(read(keyspace, turns, *([Head(1, "line")] for _ in range(many))))
+    assert all(len(client.received) == 1 for client in clients)
+    assert max(turns) <= lists.BLOCKS
+    assert len(turns) <= many // lists.BLOCKS + 3
+
+
+def test_all_lists_together_look_at_a_bounded_part_in_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lists, "BLOCKS", 4)
+    turns = looked_at(monkeypatch)
+    keyspace, (first, last) = waiting_line()
+    clients = asyncio.run(read(keyspace, turns, *([Scan(1, "line")] for _ in range(20))))
+    for client in clients:
+        chunks = [each for each in client.received if isinstance(each, ListChunk)]
+        assert [entry for each in chunks for entry in each.entries] == [first, last]
+    assert max(turns) <= 4 * lists.BLOCKS, "a list looks at two pieces when it begins"

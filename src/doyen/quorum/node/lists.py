@@ -6,13 +6,15 @@ when it can be sent. This includes the entry because of which a create was refus
 copies are sent in pieces of one consistent state.
 
 Entries of ended leases that are not removed yet are passed over, and there may be many of them. All
-reads together look at a bounded part of the keyspace in one turn of the event loop. A search for
-one ticket goes on in the next turn, in the state in which it began.
+reads together look at a bounded part of the keyspace in one turn of the event loop (`BLOCKS`). What
+is left then waits for the next turn, in the order of arrival: clients with reads, searches for one
+ticket, which go on in the state in which they began, and lists with their next piece.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -24,6 +26,7 @@ from doyen.quorum.keyspace.commands import EntryExists, StoredEntry, encode
 from doyen.quorum.keyspace.state import Keyspace
 from doyen.quorum.node.clients import PIECE, RefusedCreate, ServedClient
 from doyen.quorum.node.driver import Driver
+from doyen.quorum.node.pump import call_safely
 from doyen.quorum.protocol import requests
 from doyen.quorum.protocol.connection import FrameConnection
 from doyen.quorum.protocol.requests import (
@@ -76,8 +79,10 @@ class Lists:
         self._resume = resume
         self._looked = 0
         """How many blocks were looked at, in this turn of the loop at least."""
-        self._turns = asyncio.Lock()
-        """Held by the client whose reads are gone on with in the next turn."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        """What goes on in the next turns."""
+        self._serving = False
+        """Whether a task serves what waits."""
         self._answers: dict[type, Callable[[ServedClient, Any], None]] = {
             requests.Get: self._get,
             requests.Head: self._head,
@@ -113,7 +118,7 @@ class Lists:
                 continue
             if self._looked >= BLOCKS and type(reads[0]) in _LOOKING:
                 client.draining = True
-                self._start(self._answer_next(client), client)
+                self._wait(client, partial(self._go_on, client))
                 return
             request = reads.popleft()
             self._answers[type(request)](client, request)
@@ -128,12 +133,23 @@ class Lists:
         await client.connection.drain()
         self._go_on(client)
 
-    async def _answer_next(self, client: ServedClient) -> None:
-        """Go on with this client in another turn of the loop, one client in each."""
-        async with self._turns:
-            await asyncio.sleep(0)
-            self._looked = 0
-            self._go_on(client)
+    def _wait(self, client: ServedClient, go_on: Callable[[], None]) -> None:
+        """Have this called in another turn of the loop, after what waits already."""
+        self._waiting.append(go_on)
+        if not self._serving:
+            self._serving = True
+            self._start(self._serve(), client)
+
+    async def _serve(self) -> None:
+        """In each turn of the loop, go on with as much as `BLOCKS` allows."""
+        try:
+            while self._waiting:
+                await asyncio.sleep(0)
+                self._looked = 0
+                while self._waiting and self._looked < BLOCKS:
+                    call_safely(self._waiting.popleft())
+        finally:
+            self._serving = False
 
     def _go_on(self, client: ServedClient) -> None:
         client.draining = False
@@ -217,6 +233,8 @@ class Lists:
         try:
             while piece is not None:
                 await client.connection.drain()
+                if self._looked >= BLOCKS or self._waiting:
+                    await self._turn(client)
                 if client.connection.ending:
                     return
                 following = next(pieces, None)
@@ -225,6 +243,19 @@ class Lists:
                 await asyncio.sleep(0)
         finally:
             client.lists -= 1
+
+    async def _turn(self, client: ServedClient) -> None:
+        """Wait until the next piece of a list may be looked for. Nothing else goes on in that turn,
+        since a piece may take all of it."""
+        turn = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            if not turn.done():  # the task of the list may have been cancelled
+                turn.set_result(None)
+                self._looked = BLOCKS
+
+        self._wait(client, begin)
+        await turn
 
     def copy(
         self, client: ServedClient, request: requests.BackupRequest, cluster: str, protocol: str
