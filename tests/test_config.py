@@ -648,10 +648,13 @@ async def test_a_foreign_value_in_the_history_is_left_out(place: Place) -> None:
         follower.task.cancel()
 
 
+@pytest.mark.parametrize("name", ["latest", "9" * 5000])
 @virtual
-async def test_a_key_of_the_history_that_is_no_number_is_left_alone(place: Place) -> None:
+async def test_a_key_of_the_history_that_is_no_version_is_left_alone(
+    place: Place, name: str
+) -> None:
     config = (await place.open()).config("limits", history=2)
-    key = config_key("limits", "history", "latest")
+    key = config_key("limits", "history", name)
     place.server.put(key, b"x", None)
     for n in range(1, 6):
         assert (await config.set(n)).version == n

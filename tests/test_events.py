@@ -640,6 +640,21 @@ def test_stuck_sinks_hold_up_the_end_of_the_process_once() -> None:
     assert SystemClock().now() - began < 15.0
 
 
+def test_the_last_events_of_a_process_are_delivered(tmp_path: Path) -> None:
+    """Also those of its last moments, in a session that is neither closed nor released."""
+    program = (
+        "import sys, doyen\n"
+        "out = open(sys.argv[1], 'w', buffering=1)\n"
+        "session = doyen.connect_blocking('memory://exit', release_at_exit=False,"
+        " on_event=lambda record: print(record.event.kind, file=out))\n"
+        "with session.open().campaign('e'):\n"
+        "    pass\n"
+    )
+    heard = tmp_path / "events"
+    subprocess.run([sys.executable, "-c", program, heard], check=True, timeout=25)
+    assert heard.read_text().split() == ["granted", "elected", "resigned"]
+
+
 async def test_an_event_does_not_compete_with_what_is_urgent() -> None:
     """On a loop it is delivered a moment later, and before the next event of another thread. With
     an audit log it is delivered at once."""

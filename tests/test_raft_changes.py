@@ -29,7 +29,9 @@ from doyen.quorum.consensus.raft.messages import (
     AppendReply,
     Ballot,
     HeartbeatReply,
+    PreVoteReply,
     TimeoutNow,
+    VoteReply,
 )
 from raft_cluster import RaftCluster
 from raft_kit import ABC, change, following, hear, leading, log, raft, recovered, sends, write
@@ -259,3 +261,19 @@ def test_ballot_as_plain_data_is_understood() -> None:
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(Ballot(3, "b", ABC)))
     core = raft(recovered=Recovered(plain))
     assert (core.generation, core.vote, core.membership) == (3, "b", ABC)
+
+
+def test_a_leader_that_was_just_elected_does_not_hand_over_to_a_voter_it_has_not_heard() -> None:
+    """The last leader has died, and is the first of the others in alphabetical order."""
+    core = raft()
+    core.handle(Disconnected("b"), 0.0)
+    now = core.next_deadline
+    core.handle(Elapsed(), now)
+    hear(core, PreVoteReply(core.generation + 1, True), "c", now)
+    write(core, now)
+    hear(core, VoteReply(core.generation, True), "c", now)
+    write(core, now)
+    assert core.role is Role.LEADING
+    assert isinstance(core.handle(TransferAsked(), now)[0], TransferFailed)
+    hear(core, AppendReply(core.generation, core.log.last), "c", now)
+    assert sends(core.handle(TransferAsked(), now), TimeoutNow)[0].peer == "c"

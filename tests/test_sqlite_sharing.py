@@ -26,7 +26,7 @@ from doyen.stores.sqlite.leases import LeaseFileVerdict, LocalLeases
 from doyen.stores.sqlite.store import SQLiteStore
 from doyen.stores.sqlite.watches import LocalWatches
 from support import until_blocking
-from test_sqlite import opened, until
+from test_sqlite import Failing, opened, stores, until
 from test_sqlite_batches import lock_is_waited_for, write_lock
 
 TTL_S = 60.0
@@ -485,3 +485,22 @@ async def test_one_that_gives_up_opening_does_not_fail_the_others(
     assert await store.put("k", b"", if_version=None)
     assert os.listdir(tmp_path / "x.db.sessions") == [f"{store._inbox.name}.inbox"]
     await store.close()
+
+
+async def test_a_handle_whose_admission_failed_is_not_alive_and_tries_again(tmp_path: Path) -> None:
+    async with stores(tmp_path / "x.db") as (first,):
+        connection = first._database.connection
+        make, made = Inbox.make, []
+
+        def fails_once(inbox: Inbox) -> None:
+            make(inbox)
+            made.append(inbox)
+            if len(made) == 1:
+                connection.execute = Failing(connection.execute, "COMMIT", sqlite3.SQLITE_FULL)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Inbox, "make", fails_once)
+            async with stores(tmp_path / "x.db") as (second,):
+                await second.enqueue("line", b"", await second.grant(TTL_S))
+        assert len(made) == 2, "the admission was repeated"
+        assert len(await first.list("line")) == 0

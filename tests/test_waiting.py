@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
 from doyen._waiting import Admission, LoopCalls, shared
+from doyen.lease.runtime import Outcome
 from doyen.testing import run_virtual
 
 
@@ -187,3 +191,81 @@ def test_a_waiter_that_is_closed_without_a_place_gives_none_back() -> None:
         assert admission.enter_now()
 
     run_virtual(main)
+
+
+class InterruptedLoop:
+    """A loop of which one wake-up is interrupted by the handler of a signal."""
+
+    def __init__(self, handler: Callable[[], None]) -> None:
+        self._handler: Callable[[], None] | None = handler
+        self.scheduled: list[Callable[[], None]] = []
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler()
+        self.scheduled.append(call)
+
+    def turn(self) -> None:
+        scheduled, self.scheduled = self.scheduled, []
+        for call in scheduled:
+            call()
+
+
+def test_the_handler_of_a_signal_may_wait_for_a_call_that_it_puts() -> None:
+    made: list[str] = []
+
+    def handler() -> None:
+        calls.put(lambda: made.append("of the handler"))
+        loop.turn()
+        assert made == ["interrupted", "of the handler"]
+
+    loop = InterruptedLoop(handler)
+    calls = LoopCalls(loop)  # type: ignore[arg-type]
+    calls.put(lambda: made.append("interrupted"))
+    loop.turn()
+    calls.put(lambda: made.append("later"))
+    loop.turn()
+    assert made == ["interrupted", "of the handler", "later"]
+
+
+def test_the_handler_of_a_signal_may_raise_in_the_middle_of_a_call() -> None:
+    made: list[int] = []
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    loop = InterruptedLoop(handler)
+    calls = LoopCalls(loop)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        calls.put(lambda: made.append(1))
+    for number in (2, 3):
+        calls.put(lambda number=number: made.append(number))  # type: ignore[misc]
+    loop.turn()
+    assert made == [1, 2, 3]
+
+
+def test_the_first_outcome_counts_and_reaches_all_threads() -> None:
+    cancelled, done = [], threading.Event()
+    outcome: Outcome[int] = Outcome(lambda: cancelled.append(True), done.set)
+    assert not outcome.done
+    with pytest.raises(TimeoutError):
+        outcome.result(0.0)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(outcome.result) for _ in range(3)]
+        outcome.reach(7, None)
+        outcome.reach(None, ValueError("late"))
+        outcome.cancel()
+        assert [each.result(20) for each in waiting] == [7, 7, 7]
+    assert outcome.done
+    assert done.is_set()
+    assert not cancelled
+    given_up: Outcome[int] = Outcome(lambda: cancelled.append(True))
+    given_up.cancel()
+    given_up.reach(7, None)
+    assert cancelled == [True]
+    with pytest.raises(CancelledError):
+        given_up.result()

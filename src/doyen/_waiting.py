@@ -141,24 +141,28 @@ class LoopCalls:
         self.loop = loop
         self._at_once = at_once
         self._waiting: deque[Callable[[], object]] = deque()
-        self._woken = False
+        self._made = 0
+        """How often the loop has made calls."""
+        self._woken_for = -1
+        """If it equals `_made`, the loop will make calls again."""
 
     def put(self, call: Callable[[], object]) -> None:
         """Raises RuntimeError if the loop has been closed."""
-        # No lock: the handler of a signal may interrupt this call with another one. Two threads may
-        # both wake the loop, which does no harm.
+        # No lock: the handler of a signal may interrupt this call anywhere, with another call, by
+        # waiting for that, or by an exception. So the wake-up is noted after it has happened. Two
+        # threads may both wake the loop, which does no harm.
         self._waiting.append(call)
-        if not self._woken or self.loop.is_closed():
-            self._woken = True
+        made = self._made
+        if self._woken_for != made or self.loop.is_closed():
             try:
                 self.loop.call_soon_threadsafe(self._make)
             except RuntimeError:
                 self._waiting.clear()
-                self._woken = False
                 raise
+            self._woken_for = made
 
     def _make(self) -> None:
-        self._woken = False
+        self._made += 1
         for _ in range(self._at_once or len(self._waiting)):
             if not self._waiting:
                 return
@@ -166,8 +170,8 @@ class LoopCalls:
                 self._waiting.popleft()()
             except Exception as error:  # noqa: BLE001 (reported as asyncio reports it)
                 self.loop.call_exception_handler({"message": "a call failed", "exception": error})
-        if self._waiting and not self._woken:
-            self._woken = True
+        if self._waiting and self._woken_for != self._made:
+            self._woken_for = self._made
             self.loop.call_soon(self._make)
 
 

@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
-from concurrent.futures import Future
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
@@ -34,7 +33,7 @@ from doyen.election.queries import (
 from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
 from doyen.errors import ConfigError, SessionClosed, did_you_mean
 from doyen.lease.lifetime import track, untrack
-from doyen.lease.runtime import ThreadRuntime
+from doyen.lease.runtime import Outcome, ThreadRuntime
 from doyen.manage.joining import BlockingJoining
 from doyen.manage.members import MemberView
 from doyen.model import (
@@ -90,7 +89,7 @@ class BlockingSession(_SessionState):
 
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
-        self._closing: Future[None] | None = None
+        self._closing: Outcome[None] | None = None
         self._lock = threading.Lock()
 
     def open(self) -> BlockingSession:

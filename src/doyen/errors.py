@@ -29,7 +29,7 @@ keep the original as `__cause__`. This module imports nothing of doyen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -190,3 +190,15 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 
     similar = get_close_matches(text, list(known), 1)
     return f" (did you mean {similar[0]}?)" if similar else ""
+
+
+def describe(error: BaseException, how: Callable[[BaseException], str] = repr) -> str:
+    """An exception of a user's code as text, also if its own `__repr__` or `__str__` raises.
+
+    >>> describe(ValueError("x")), describe(ValueError("x"), str)
+    ("ValueError('x')", 'x')
+    """
+    try:
+        return how(error)
+    except Exception:  # noqa: BLE001 - whatever it is, the first error is to be reported
+        return type(error).__name__

@@ -362,11 +362,11 @@ class CandidateThread(_Candidate):
                 self._seen.set()
 
         following = self._runtime.submit(
-            core.run(lambda: observe_leader(core, election, "elections", seen))
+            core.run(lambda: observe_leader(core, election, "elections", seen)),
+            on_done=self._seen.set,
         )
-        following.add_done_callback(lambda _: self._seen.set())
         try:
-            while not (self._closing.is_set() or following.done()):
+            while not (self._closing.is_set() or following.done):
                 self._seen.wait()
                 self._seen.clear()
                 while self._leaders and not self._closing.is_set():

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar, overload
 
 from doyen.election.candidate import Candidacy, Claiming, entered_campaigns
@@ -33,6 +33,7 @@ from doyen.errors import (
 )
 from doyen.events.log_lines import log_line
 from doyen.lease.lifetime import body_begins, body_ended
+from doyen.lease.runtime import Outcome
 from doyen.model import Leader
 from doyen.term import Term, TermState
 
@@ -349,7 +350,7 @@ class BlockingCampaign(_CampaignScope):
     def __init__(self, core: SessionCore, settings: CampaignSettings) -> None:
         super().__init__(core, settings)
         self._given_up = False
-        self._waiting: Future[Term] | None = None
+        self._waiting: Outcome[Term] | None = None
 
     def __enter__(self) -> Term:
         runtime, candidacy = self._core.thread, self._candidate()

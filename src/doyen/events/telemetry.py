@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -252,6 +253,8 @@ class DeliveryQueue(Generic[T]):
             self._log_lost(items, f"delivery took longer than {within_s:g} s")
 
 
+_delaying: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+"""Those that deliver events after `SOON_S`, which the process may not live to see."""
 Outlet = DirectOutlet | DeliveryQueue[Record]
 _running: set[DeliveryQueue[Any]] = set()
 """The queues that have a thread."""
@@ -260,6 +263,9 @@ _running: set[DeliveryQueue[Any]] = set()
 def _flush_all() -> None:
     """At the end of the process: give all queues together `FLUSH_S` to empty."""
     give_up = time.monotonic() + FLUSH_S
+    for telemetry in list(_delaying):
+        if telemetry._pid == os.getpid():  # not those of the parent of a fork
+            telemetry._deliver_due(max(0.0, give_up - time.monotonic()))
     for queue in list(_running):
         queue.flush(max(0.0, give_up - time.monotonic()))
 
@@ -308,6 +314,8 @@ class Telemetry:
         self._audit = audit
         self._outlets = [*([audit] if audit else []), *map(outlet, sinks)]
         self._soon = threads and audit is None
+        if self._soon:
+            _delaying.add(self)
         self._pid = os.getpid()
         self._allowance = allowance or WaitAllowance(clock)
         self._log = LogReporter()

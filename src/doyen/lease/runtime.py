@@ -17,10 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from doyen._waiting import LoopCalls, log_failure, outlast, retrieve, shared
 from doyen.events import Sink, merge_gap
@@ -28,7 +28,7 @@ from doyen.events.telemetry import DeliveryQueue, DirectOutlet, LogRelay, Outlet
 from doyen.lease.clock import Clock, SystemClock
 from doyen.lease.keepalive import Keepalive
 
-__all__ = ["InlineRuntime", "Runtime", "ThreadRuntime", "Watchdog"]
+__all__ = ["InlineRuntime", "Outcome", "Runtime", "ThreadRuntime", "Watchdog"]
 
 T = TypeVar("T")
 
@@ -239,20 +239,69 @@ def _settle(result: asyncio.Future[T], task: asyncio.Task[None]) -> None:
         result.set_exception(error)
 
 
-def _reply_blocking(result: Future[T], value: T) -> None:
-    if result.set_running_or_notify_cancel():
-        result.set_result(value)
+class Outcome(Generic[T]):
+    """The result or error of work on doyen's loop, for threads that wait for it.
+
+    doyen's loop takes no lock here that a waiting thread may hold, unlike in a `Future` of
+    `concurrent.futures`: the handler of a signal may interrupt that thread anywhere, to wait or to
+    raise, and the loop would wait as long, or for ever.
+    """
+
+    def __init__(
+        self, cancel: Callable[[], None], on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        """`cancel` cancels the work; `on_done` is called when there is an outcome, on any thread,
+        perhaps twice."""
+        self._cancel = cancel
+        self._on_done = on_done
+        self._reached: deque[tuple[Any, BaseException | None]] = deque()
+        """The first one counts."""
+        self._waiting: deque[threading.Lock] = deque()
+        """Each is released to wake a thread."""
+
+    def reach(self, result: Any, error: BaseException | None) -> None:
+        """Any thread. Does nothing if there is an outcome already."""
+        self._reached.append((result, error))
+        with suppress(IndexError):
+            while True:
+                self._waiting.popleft().release()
+        self._on_done()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._reached)
+
+    def cancel(self) -> None:
+        """Cancel the work, and do not wait for its end. Any thread."""
+        if not self._reached:
+            self.reach(None, CancelledError())
+            self._cancel()
+
+    def wait(self, within_s: float = -1) -> tuple[T, BaseException | None]:
+        """Block until there is an outcome; raises `TimeoutError` after `within_s`."""
+        woken = threading.Lock()
+        woken.acquire()
+        self._waiting.append(woken)
+        if not self._reached and not woken.acquire(timeout=within_s):
+            raise TimeoutError
+        return self._reached[0]
+
+    def result(self, within_s: float = -1) -> T:
+        """Block for the result; raises the error, and `CancelledError` if the work was cancelled.
+        Any thread, also several."""
+        result, error = self.wait(within_s)
+        if error is not None:
+            raise error
+        return result
 
 
-def _settle_blocking(
-    result: Future[T], work: Coroutine[Any, Any, T], task: asyncio.Task[None]
-) -> None:
+def _reach(outcome: Outcome[T], work: Coroutine[Any, Any, T], task: asyncio.Task[None]) -> None:
+    """Hand over the outcome of the task that ran `work`, if it is not a result."""
     work.close()
     if task.cancelled():
-        result.cancel()
-        result.set_running_or_notify_cancel()
-    elif (error := task.exception()) is not None and result.set_running_or_notify_cancel():
-        result.set_exception(error)
+        outcome.reach(None, CancelledError())
+    elif (error := task.exception()) is not None:
+        outcome.reach(None, error)
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
@@ -407,17 +456,13 @@ class ThreadRuntime:
         """Run `work` on doyen's loop and do not wait for it. Any thread."""
         self._submit(work, log_failure)
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` on doyen's loop. The future may be used on any thread."""
-        future: Future[T] = Future()
-        submitted = self._submit_blocking(future, work)
-
-        def cancel(future: Future[T]) -> None:
-            if future.cancelled():
-                self.post(submitted.cancel)
-
-        future.add_done_callback(cancel)
-        return future
+    def submit(
+        self, work: Coroutine[Any, Any, T], on_done: Callable[[], None] = lambda: None
+    ) -> Outcome[T]:
+        """Run `work` on doyen's loop. The outcome may be used on any thread."""
+        outcome: Outcome[T] = Outcome(lambda: self.post(submitted.cancel), on_done)
+        submitted = self._submit_blocking(outcome, work)
+        return outcome
 
     def after_reply(self, call: Callable[[], None]) -> None:
         """Make a call once the caller has the result of the work that is under way, in the same
@@ -442,9 +487,9 @@ class ThreadRuntime:
         replied = _replied(work, partial(_reply, caller, result), self._go_on)
         return self._submit(replied, partial(_reply_failure, caller, result, work))
 
-    def _submit_blocking(self, future: Future[T], work: Coroutine[Any, Any, T]) -> _Work:
-        replied = _replied(work, partial(_reply_blocking, future), self._go_on)
-        return self._submit(replied, partial(_settle_blocking, future, work))
+    def _submit_blocking(self, outcome: Outcome[T], work: Coroutine[Any, Any, T]) -> _Work:
+        replied = _replied(work, lambda result: outcome.reach(result, None), self._go_on)
+        return self._submit(replied, partial(_reach, outcome, work))
 
     def _submit(
         self, work: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
@@ -462,26 +507,26 @@ class ThreadRuntime:
 
     def do_blocking(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on doyen's loop and block for its result. An interrupt cancels it."""
-        future = self.submit(work)
+        outcome = self.submit(work)
         try:
-            return future.result()
+            return outcome.result()
         except BaseException:
-            future.cancel()
+            outcome.cancel()
             raise
 
     def obtain_blocking(
         self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
     ) -> T:
         """As `obtain`. A second interrupt ends the wait."""
-        future: Future[T] = Future()
-        submitted = self._submit_blocking(future, work)
+        outcome: Outcome[T] = Outcome(lambda: None)
+        submitted = self._submit_blocking(outcome, work)
         try:
-            return future.result()
+            return outcome.result()
         except BaseException:
             self.post(submitted.cancel)
-            wait([future])
-            if not future.cancelled() and future.exception() is None:
-                self.finish_blocking(undo(future.result()))
+            obtained, error = outcome.wait()
+            if error is None:
+                self.finish_blocking(undo(obtained))
             raise
 
     def finish_blocking(self, work: Coroutine[Any, Any, T]) -> T:

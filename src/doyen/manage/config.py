@@ -38,6 +38,7 @@ from doyen.errors import (
     OutcomeUnknown,
     StoreError,
     StoreUnavailable,
+    describe,
 )
 from doyen.events.log_lines import log_line
 from doyen.manage.documents import Document, Versioned
@@ -61,6 +62,8 @@ __all__ = [
 T = TypeVar("T")
 log = logging.getLogger("doyen")
 
+DIGITS = 20
+"""Versions have fewer. Python refuses to read a number of more than some thousand digits."""
 KEEP = 20
 """How many versions before the current one are kept, unless a writer says otherwise."""
 
@@ -114,7 +117,7 @@ class ReaderPosition(NamedTuple):
 def _number(entry: Entry) -> int:
     """The version that an entry of the history is for; 0 if another program has made it."""
     number = entry.key.rpartition("/")[2]
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isdecimal() and len(number) < DIGITS else 0
 
 
 class ConfigStore(Generic[T]):
@@ -262,7 +265,7 @@ class ConfigStore(Generic[T]):
             return self._failing(self.plain(version), error)
 
     def _failing(self, plain: ConfigDocument[Any], error: BaseException) -> BadDocument:
-        why = str(error) if isinstance(error, TypeRefused) else f"its type raised {error!r}"
+        why = str(error) if isinstance(error, TypeRefused) else f"its type raised {describe(error)}"
         return BadDocument(
             f"version {plain.version} of {self.name!r}, by {plain.author!r}, fails its type: {why}",
             version=plain.version,

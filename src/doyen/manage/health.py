@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from doyen._waiting import retrieve
 from doyen.election.core import SessionCore
+from doyen.errors import describe
 
 __all__ = ["HealthCheck", "Inspection"]
 
@@ -31,8 +32,8 @@ class _Raised(NamedTuple):
         if isinstance(self.error, asyncio.CancelledError):
             return "the health check was cancelled"
         if isinstance(self.error, Exception):
-            return str(self.error) or type(self.error).__name__
-        return f"the health check raised {self.error!r}"
+            return describe(self.error, str) or type(self.error).__name__
+        return f"the health check raised {describe(self.error)}"
 
 
 class Inspection:

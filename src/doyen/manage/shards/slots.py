@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from doyen.election.attempt import Attempt
 from doyen.election.leader import Leading
+from doyen.errors import describe
 from doyen.events.log_lines import log_line
 from doyen.model import encode_json
 from doyen.term import Term
@@ -105,7 +106,7 @@ class BodyFailures:
         self._in_a_row[shard] = failures
         self._not_before[shard] = now + min(PAUSE_S * 2**failures, LONGEST_PAUSE_S)
         if error is not None and failures >= limit:
-            self.given_up[shard] = _shortened(repr(error))
+            self.given_up[shard] = _shortened(describe(error))
 
     def next_time(self) -> float:
         """When a body that ended is run again."""
@@ -127,5 +128,5 @@ def _shortened(text: str) -> str:
 
 def log_shard_error(event: str, shards: str, shard: int, error: BaseException) -> None:
     """Log what went wrong with one shard of a set."""
-    line = log_line(event=event, shard=f"{shards}/{shard}", error=repr(error))
+    line = log_line(event=event, shard=f"{shards}/{shard}", error=describe(error))
     log.error("%s", line, exc_info=error)

@@ -293,6 +293,8 @@ class Administration:
         core = self._pump.core
         if to == core.id:
             return
+        if not to:
+            await self._settle()  # a leader that was just elected has heard no voter yet
         full = self._disk_space.without_space()
         if to in full:
             raise OrderFailed(f"the disk of {to} is full: make room there, or name another node")

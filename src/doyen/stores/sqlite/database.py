@@ -661,6 +661,9 @@ class DatabaseThread:
             handle.inbox.make()  # `_answer` removes it if the handle was closed meanwhile
             self.connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 (raised by admit)
+            # Before the next handle may look: this one is not alive, and may be admitted again.
+            handle.inbox.close()
+            handle.inbox.remove()
             self.connection.roll_back()
             admission.error = self.connection.translate(error)
 

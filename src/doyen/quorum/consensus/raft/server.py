@@ -665,12 +665,14 @@ class Raft(Elector):
             self._hand_over(successor)
 
     def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
-        """The other voter with the longest log, among those heard from and not avoided. Just after
-        a check of the quorum none is `active`, so those that were before it count as well."""
+        """The other voter with the longest log, among those that have answered this leader and are
+        not avoided. Just after a check of the quorum none is `active`, so those that were before it
+        count as well."""
         heard = {
             voter: (progress.match, progress.active)
             for voter in self.membership.voters
             if (progress := self._peers.get(voter)) is not None
+            and progress.heard
             and (progress.active or progress.lately)
             and voter not in avoid
         }
