@@ -277,3 +277,15 @@ def test_a_leader_that_was_just_elected_does_not_hand_over_to_a_voter_it_has_not
     assert isinstance(core.handle(TransferAsked(), now)[0], TransferFailed)
     hear(core, AppendReply(core.generation, core.log.last), "c", now)
     assert sends(core.handle(TransferAsked(), now), TimeoutNow)[0].peer == "c"
+
+
+def test_leadership_is_not_transferred_for_a_change_that_too_few_servers_could_commit() -> None:
+    core = leading()
+    hear(core, HeartbeatReply(1, core._round), "b", core._now)
+    core._peers["c"].active = core._peers["c"].lately = False
+    without = Membership(("b", "c"))
+    (failed,) = core.handle(TransferAsked("", (), without), core._now)
+    assert isinstance(failed, TransferFailed)
+    assert "without c, which does not answer" in failed.reason
+    core._peers["c"].active = True
+    assert sends(core.handle(TransferAsked("", (), without), core._now), TimeoutNow)

@@ -186,6 +186,9 @@ class TransferAsked(CoreEvent, frozen=True, gc=False):
 
     to: str = ""
     avoid: tuple[str, ...] = ()
+    change: Membership | None = None
+    """The successor is to make this change. Nothing is transferred if it would be refused because
+    too few servers answer."""
 
 
 class ChangeAsked(CoreEvent, frozen=True, gc=False):

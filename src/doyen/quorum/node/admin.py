@@ -226,9 +226,9 @@ class Administration:
         if request.what == "remove" and request.node == core.id and len(core.membership.voters) > 1:
             # This node would stop leading when the change is committed, and there would be no
             # leader until the others had noticed. So another node leads first, and carries this
-            # out.
+            # out; not if it would be refused.
             with suppress(OrderFailed):
-                await self._transfer("")
+                await self._transfer("", changed(core.membership, request))
         newest = await self._newest_of_added(request)
         await self._settle()
         reason: str | None = ""
@@ -289,7 +289,7 @@ class Administration:
         entered = self._applier.generation == self._pump.core.generation
         return not entered or self._proposals.raises_version()
 
-    async def _transfer(self, to: str) -> None:
+    async def _transfer(self, to: str, change: Membership | None = None) -> None:
         core = self._pump.core
         if to == core.id:
             return
@@ -300,7 +300,7 @@ class Administration:
             raise OrderFailed(f"the disk of {to} is full: make room there, or name another node")
         settled = self._pump.loop.create_future()
         self._transfers.append(settled)
-        self._pump.step(TransferAsked(to, full))
+        self._pump.step(TransferAsked(to, full, change))
         try:
             await settled
         except OrderFailed as error:

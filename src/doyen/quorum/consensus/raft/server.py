@@ -647,6 +647,9 @@ class Raft(Elector):
         if self.role is not LEADING:
             self._out.append(TransferFailed("this server does not lead"))
             return
+        if event.change is not None and (reason := self._stranded(event.change)) is not None:
+            self._out.append(TransferFailed(reason))
+            return
         successor = event.to or self._furthest(event.avoid)
         if successor == self._successor and successor is not None:
             return
