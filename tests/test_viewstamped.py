@@ -23,6 +23,7 @@ from doyen.quorum.consensus.core import (
 )
 from doyen.quorum.consensus.core import Send as Sending
 from doyen.quorum.consensus.viewstamped import (
+    STALE,
     DoViewChange,
     GetState,
     NewState,
@@ -257,3 +258,16 @@ def test_a_server_with_a_live_primary_ignores_a_view_change() -> None:
     other = next(name for name in THREE if name not in (follower, room.leader()))
     assert room.tell(follower, Received(other, StartViewChange(9, False))) == []
     assert room.cores[follower].role is Role.FOLLOWING
+
+
+def test_what_servers_wanted_before_they_found_their_primary_again_does_not_count() -> None:
+    """A server that is cut off would enter a later view alone, and when it is
+    connected again, the primary of the others would give up its view."""
+    core = one("n0", among=("n0", "n1", "n2", "n3", "n4"))
+    core.handle(Elapsed(), 0.0)
+    hear(core, "n3", StartViewChange(1, True), now=0.01)
+    late = 0.02 + STALE * SETTINGS.heartbeat_s
+    hear(core, "n4", StartViewChange(1, True), now=late)
+    assert (core.wanted, core.generation) == (1, 0)
+    hear(core, "n3", StartViewChange(1, True), now=late)
+    assert core.generation == 1

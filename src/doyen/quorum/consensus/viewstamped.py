@@ -38,6 +38,9 @@ from doyen.quorum.consensus.common import (
 )
 from doyen.quorum.consensus.core import LogEntry, Message, Role
 
+STALE = 3
+"""For how many heartbeats it counts that a server wants a view."""
+
 
 class ViewState(Struct, frozen=True, array_like=True):
     """What a server keeps on disk besides its log."""
@@ -122,7 +125,8 @@ class Viewstamped(ReplicatedServer):
         """This server no longer leads views up to here."""
         self.wanted = 0
         """The view that it wants, if later than the one it is in."""
-        self._wants: dict[str, int] = {}
+        self._wants: dict[str, tuple[int, float]] = {}
+        """The view that each of the others wants, and when it has said so."""
         self._reports: dict[str, tuple[int, int]] = {}
         """On the primary of the view entered: how far each server's log goes."""
         self._source: str | None = None
@@ -181,7 +185,7 @@ class Viewstamped(ReplicatedServer):
         view = message.generation
         if self.role is not Role.LOOKING:
             self._want(max(view, self.generation + 1))
-        self._wants[peer.name] = view
+        self._wants[peer.name] = view, self._now
         if view > max(self.wanted, self.generation):
             self.wanted = view
             self._send_all(StartViewChange(view, False))
@@ -191,7 +195,10 @@ class Viewstamped(ReplicatedServer):
 
     def _count_wants(self) -> None:
         if self.wanted > self.generation:
-            same = 1 + sum(view >= self.wanted for view in self._wants.values())
+            # It is said again with each heartbeat. One that has said it earlier may have found its
+            # primary again since, and would be drawn away from it.
+            since = self._now - STALE * self._settings.heartbeat_s
+            same = 1 + sum(view >= self.wanted and at >= since for view, at in self._wants.values())
             if same >= self._majority:
                 self._enter(self.wanted)
 
