@@ -94,7 +94,7 @@ def test_members_on_which_shards_fail_are_shown() -> None:
     ("arguments", "complaint"),
     [
         (["create", "0"], "count is an integer of 1 or more"),
-        (["create", "many"], "the count is a number, not 'many'"),
+        (["create", "many"], "the count is a whole number, 0 or above, not 'many'"),
         (["create"], "wrong number of values for create"),
         (["resize", "4"], "does not exist"),
         (["set", "grace_s"], "is not FIELD=VALUE"),

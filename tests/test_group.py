@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import doyen
 from doyen import ConfigError, LeadershipLost, NameTaken, NotElected, Session
 from doyen.events import Listed, Lost, Unlisted
 from doyen.manage.members import MemberOptions, MemberValue
-from doyen.manage.registration import Registration
-from doyen.model import Member, MemberChange, member_key, members_key
+from doyen.manage.registration import Listing, Registration
+from doyen.model import Entry, Member, MemberChange, member_key, members_key
 from doyen.stores.memory import MemoryStore
 from doyen.testing.faults import Faults, Late, LostCall, Odds, RefusedCall, Stray, Unanswered
 from support import TTL_S, Place, core_of, keepalive_of, now, until, until_blocking, virtual
@@ -755,3 +756,19 @@ async def test_a_member_that_leaves_lets_go_of_its_name_before_others_can_take_i
         assert (member.incarnation, heir.incarnation) == (None, listed(place)["a"])
         assert not leaving.done()
         await leaving
+
+
+def test_a_member_that_cannot_join_again_reports_why_and_does_so_once() -> None:
+    told: list[Any] = []
+    telemetry = SimpleNamespace(emit=lambda event, planned=False: told.append(event))
+    about: Any = SimpleNamespace(group="g", name="a")
+    listing = Listing(SimpleNamespace(telemetry=telemetry), about)  # type: ignore[arg-type]
+    listing.refuse("its name is taken")  # which its first attempt to join raises
+    assert not told
+    desired: Any = SimpleNamespace(state="up", unhealthy="")
+    listing.listed(Entry("members/g/a", b"", 7, 7, "1"), desired)
+    listing.unlisted("its lease was lost")
+    for _ in range(2):
+        listing.refuse("its name is taken")
+    assert [type(event) for event in told] == [Listed, Unlisted, Unlisted]
+    assert (told[-1].incarnation, told[-1].reason) == (7, "its name is taken")

@@ -18,6 +18,7 @@ from doyen.model import Entry, leader_key
 from doyen.stores.port import Context, open_store
 from doyen.stores.sql import mysql as mysql_module
 from doyen.stores.sql.diagnosis import findings_of_mysql
+from doyen.stores.sql.mysql import TicketBell
 from relational import Place, run
 from stalls import Stopwatch
 
@@ -400,3 +401,23 @@ async def until_blocked(place: Place, ticket: Entry) -> int:
         while not place.number(waiting):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return place.number(f"SELECT IS_USED_LOCK({name})")
+
+
+async def test_a_session_waits_for_the_locks_of_several_tickets_in_turn() -> None:
+    class Locks:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        async def read(self, statement: str, given: dict[str, str]) -> Any:
+            self.asked.append(given["path"])
+            await asyncio.sleep(0)
+            return ((0,),)  # the wait was too long
+
+    locks: Any = Locks()
+    bell = TicketBell(locks, "")
+    bell.wait_for("a")
+    bell.wait_for("b")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    bell.close()
+    assert locks.asked[:4] == ["a", "b", "a", "b"]

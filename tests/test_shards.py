@@ -21,14 +21,13 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.manage.documents import Document, Versioned
-from doyen.manage.health import _Raised
 from doyen.manage.shards import controller
 from doyen.manage.shards.claims import CLAIMS_AT_LEAST, CLAIMS_AT_ONCE, ClaimPace, Claims
 from doyen.manage.shards.controller import Controller
 from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.scopes import OwnedShards
-from doyen.manage.shards.slots import BodyFailures, ShardTerm, log_shard_error
+from doyen.manage.shards.slots import ShardTerm
 from doyen.model import Claim, Entry, members_key, shards_key
 from doyen.stores.memory import MemoryStore
 from doyen.stores.port import Creation
@@ -786,18 +785,3 @@ async def test_members_do_not_hear_of_each_others_records(place: Place) -> None:
     watched = place.server._watchers
     assert {scope: len(each) for scope, each in watched.items() if scope.startswith(at)} == {at: 1}
     assert sum(len(each.terms) for each in owned.values()) == 20
-
-
-class Indescribable(Exception):
-    def __repr__(self) -> str:
-        raise RuntimeError("a detached object")
-
-    __str__ = __repr__
-
-
-def test_an_exception_that_cannot_be_described_is_reported_by_its_type() -> None:
-    failures = BodyFailures()
-    failures.ended(3, Indescribable(), ran_s=0.0, now=0.0, limit=1)
-    assert failures.given_up == {3: "Indescribable"}
-    assert str(_Raised(Indescribable())) == "Indescribable"
-    log_shard_error("shard_body_failed", "set", 3, Indescribable())

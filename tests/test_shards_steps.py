@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doyen.manage.health import _Raised
 from doyen.manage.shards.plan import NO_MEMBER, Move, ShardPlan
 from doyen.manage.shards.planner import choose_owners, targets
+from doyen.manage.shards.slots import BodyFailures, log_shard_error
 from doyen.manage.shards.spec import ShardSpec
 from doyen.manage.shards.steps import SeenMember, eligible, next_plan
 
@@ -238,7 +240,19 @@ def test_a_report_about_a_shard_that_does_not_exist_is_ignored(shard: int) -> No
 
 def test_pause_freezes_the_plan() -> None:
     plan, _, _ = moving()
-    assert next_plan(replace(SPEC, paused=True, count=9), plan, {}, {}, 99.0) == plan
+    frozen = next_plan(replace(SPEC, paused=True, count=9), plan, {}, {}, 99.0)
+    assert replace(frozen, note="") == plan
+    assert frozen.note.startswith("paused: nothing is assigned")
+    assert frozen.note.endswith("; owners that are gone: a")
+
+
+def test_the_weights_in_force_are_shown() -> None:
+    spec = replace(SPEC, weights={"a": 0})
+    plan = next_plan(spec, settled(SPEC, "ab"), seen("a") | seen("b"), {}, 0.0)
+    assert [plan.members[name].weight for name in "ab"] == [0, 1]
+    nobody = replace(SPEC, weights={"a": 0, "b": 0})
+    plan = next_plan(nobody, settled(SPEC, "ab"), seen("a") | seen("b"), {}, 0.0)
+    assert plan.note.startswith("nothing is assigned anew, and owners keep their shards: 0 elig")
 
 
 def test_a_new_count_is_a_new_generation() -> None:
@@ -422,3 +436,18 @@ def test_a_controller_that_forgets_moves_is_seen(monkeypatch: pytest.MonkeyPatch
             test_one_change_costs_the_moves_that_the_planner_needs.hypothesis.inner_test(  # type: ignore[attr-defined]
                 seed, 20, "join"
             )
+
+
+class Indescribable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("a detached object")
+
+    __str__ = __repr__
+
+
+def test_an_exception_that_cannot_be_described_is_reported_by_its_type() -> None:
+    failures = BodyFailures()
+    failures.ended(3, Indescribable(), ran_s=0.0, now=0.0, limit=1)
+    assert failures.given_up == {3: "Indescribable"}
+    assert str(_Raised(Indescribable())) == "Indescribable"
+    log_shard_error("shard_body_failed", "set", 3, Indescribable())

@@ -116,7 +116,7 @@ def _values(args: argparse.Namespace, least: int, most: int | None = None) -> li
 
 def _number(text: str, what: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{what} is a number, not {text!r}")
+        raise ConfigError(f"{what} is a whole number, 0 or above, not {text!r}")
     return int(text)
 
 
@@ -125,7 +125,11 @@ def _do(shards: BlockingShardSet, args: argparse.Namespace) -> int:
         case "create" | "resize":
             count = _number(_values(args, 1)[0], "the count")
             if _exists(shards, args) == (args.do == "create"):
-                state = "exists already" if args.do == "create" else "does not exist"
+                state = (
+                    "exists already; resize changes its number of shards"
+                    if args.do == "create"
+                    else "does not exist: create it first"
+                )
                 raise ConfigError(f"the set of shards {args.shards!r} {state}")
             return _spec(args, shards.configure(count=count, force=args.force).encode())
         case "move":
@@ -179,7 +183,8 @@ def _changes(values: list[str]) -> dict[str, Any]:
             equals = ""
         if not equals or isinstance(changes[field], dict | list):
             raise ConfigError(
-                f"{value!r} is not FIELD=VALUE with a number, true or false, such as grace_s=30"
+                f"{value!r} is not FIELD=VALUE with a number of 0 or above, true or false, such as"
+                " grace_s=30"
             )
     return changes
 

@@ -168,6 +168,8 @@ class Listing:
         self.entry: Entry | None = None
         self.refused = ""
         """Why it cannot join again, such as that another member has its name."""
+        self._incarnation: int | None = None
+        """The last one, if it was on the list."""
         self._telemetry = core.telemetry
         self._settings = settings
         self._listeners: dict[object, Callable[[], None]] = {}
@@ -186,7 +188,7 @@ class Listing:
     def listed(self, entry: Entry, desired: DesiredEntry) -> None:
         """The entry is what it should be."""
         new = self.entry is None or self.entry.version != entry.version
-        self.entry = entry
+        self.entry, self._incarnation = entry, entry.revision
         self.refused = ""
         if new:
             self.tell()
@@ -202,6 +204,9 @@ class Listing:
             )
 
     def refuse(self, reason: str) -> None:
+        """It cannot join, or cannot join again."""
+        if self.entry is None and self._incarnation is not None and reason != self.refused:
+            self._emit_unlisted(self._incarnation, reason)
         self.unlisted(reason)
         self.refused = reason
         self.tell()
@@ -211,15 +216,12 @@ class Listing:
         if self.entry is None:
             return
         gone, self.entry = self.entry, None
-        self._telemetry.emit(
-            Unlisted(
-                group=self._settings.group,
-                name=self._settings.name,
-                incarnation=gone.revision,
-                reason=reason,
-            ),
-            planned=planned,
-        )
+        self._emit_unlisted(gone.revision, reason, planned=planned)
+
+    def _emit_unlisted(self, incarnation: int, reason: str, *, planned: bool = False) -> None:
+        group, name = self._settings.group, self._settings.name
+        event = Unlisted(group=group, name=name, incarnation=incarnation, reason=reason)
+        self._telemetry.emit(event, planned=planned)
 
 
 class Registration:

@@ -105,7 +105,9 @@ class ShardSpec:
         known = {each.name for each in fields(self)}
         for name in changes:
             if name not in known:
-                raise ConfigError(f"a spec has no field {name!r}; it has {', '.join(known)}")
+                raise ConfigError(
+                    f"a spec has no field {name!r}; it has {', '.join(sorted(known))}"
+                )
         return replace(self, **changes)
 
     def encode(self) -> dict[str, Any]:

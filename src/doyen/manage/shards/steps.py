@@ -77,7 +77,7 @@ def next_plan(
     moved, and all of them while the plan is not open. `elapsed_s` is the time since the last step.
     """
     if spec.paused and plan.generation:
-        return plan
+        return replace(plan, note=_while_paused(plan, members))
     if not plan.open or plan.count != spec.count:
         if plan.open and plan.generation and spec.barrier:
             return replace(plan, open=False, moves={})
@@ -85,6 +85,12 @@ def next_plan(
             return plan
         plan = _resized(plan, spec.count)
     return _Step(spec, plan, members, records, elapsed_s).result()
+
+
+def _while_paused(plan: ShardPlan, members: Members) -> str:
+    gone = sorted(set(plan.owners) - {NO_MEMBER} - set(members))
+    note = "paused: nothing is assigned or moved until the set is resumed"
+    return f"{note}; owners that are gone: {', '.join(gone)}" if gone else note
 
 
 def _resized(plan: ShardPlan, count: int) -> ShardPlan:
@@ -149,7 +155,8 @@ class _Step:
         about = {name: self.plan.members[name] for name in self.grace if name in self.plan.members}
         for name, member in self.members.items():
             zone = self.spec.zones.get(name, member.zone)
-            about[name] = PlannedMember(member.incarnation, zone, member.address, member.weight)
+            weight = self.spec.weight(name, member.weight)
+            about[name] = PlannedMember(member.incarnation, zone, member.address, weight)
         return replace(
             self.plan,
             owners=tuple(self.owners),
@@ -279,10 +286,12 @@ class _Step:
         return pending
 
     def _why_nothing_is_assigned(self) -> str:
-        found = len(self.eligible)
+        found, owned = len(self.eligible), any(self.owners)
+        kept = " anew, and owners keep their shards" if owned else ""
         drained = [name for name in sorted(self.members) if name not in self.eligible]
         return (
-            f"nothing is assigned: {found} eligible members, and {self.spec.min_members} are needed"
+            f"nothing is assigned{kept}: {found} eligible members, and"
+            f" {self.spec.min_members} are needed"
             + (f"; with weight 0: {', '.join(drained)}" if drained else "")
         )
 

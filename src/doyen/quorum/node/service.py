@@ -56,9 +56,11 @@ log = logging.getLogger("doyen.quorum.node")
 
 MAX_NAME: Final = 64
 NAMES: Final = 8
-"""How many names one connection may take. The quorum remembers so many clients by name that none is
-forgotten while it repeats a write, unless a hundred thousand names are taken in a minute. A client
-takes another name only after it was forgotten."""
+"""How many names one connection may take in `NAMES_S`. The quorum remembers so many clients by name
+that none is forgotten while it repeats a write, unless a hundred thousand names are taken in a
+minute. A client takes another name only after it was forgotten, as one that writes rarely may be
+again and again."""
+NAMES_S: Final = 60.0
 SLICE: Final = ProposalLimits().batch_commands
 """About how many requests of one client are handled in one turn of the event loop: as many writes
 as make a full log entry."""
@@ -208,9 +210,13 @@ class Service:
             text = f"a client's name has 8 to {MAX_NAME} characters"
             client.connection.fail(CloseReason.MALFORMED, text)
             return
-        client.names += request.client != client.name
+        if request.client != client.name:
+            now = self._loop.time()
+            if now - client.named_from > NAMES_S:
+                client.names, client.named_from = 0, now
+            client.names += 1
         if client.names > NAMES:
-            text = f"a client that has taken {NAMES} names on one connection, and takes another"
+            text = f"a client that has taken {NAMES} names in a minute, and takes another"
             client.connection.fail(CloseReason.OUT_OF_TURN, text)
             return
         client.name = request.client

@@ -427,7 +427,10 @@ class TicketBell:
                 return  # this server does not let us; changes are asked for
             finally:
                 self._awaited = ""
-            if granted != 0:
+            if granted == 0 and ticket in self._wanted:  # the next one's turn
+                del self._wanted[ticket]
+                self._wanted[ticket] = None
+            else:
                 self._wanted.pop(ticket, None)
                 if granted == 1 and took_s >= _BLOCKED_S:
                     self.rang(ticket)
