@@ -24,6 +24,7 @@ import hypothesis
 import pytest
 
 import doyen
+import doyen.stores.etcd  # turns off gRPC's handlers of forks, before a test imports grpc
 import servers
 import summary
 from doyen.lab.processes import failed_callbacks
