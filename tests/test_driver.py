@@ -374,6 +374,36 @@ async def test_transfer_from_anywhere(world: World) -> None:
 
 
 @with_world
+async def test_changes_of_role_are_reported_after_them_and_in_order(world: World) -> None:
+    (leader,) = world.leaders()
+    successor = follower_of(world)
+    changed: list[tuple[Role, int, str | None]] = []
+    reported: list[tuple[Role, int, str | None]] = []
+    behind: list[int] = []
+
+    def change(*state: Any) -> None:
+        changed.append(state)
+        behind.append(len(changed) - len(reported))
+
+    successor.on_role(change)
+    successor.observe_role(lambda *state: reported.append(state))
+    await leader.admin.transfer(successor.id)
+    assert changed[-1] == (Role.LEADING, successor.generation, successor.id)
+    late: list[tuple[Role, int, str | None]] = []
+    successor.observe_role(lambda *state: late.append(state))
+    assert reported == changed  # the new observer is told of later changes only
+    assert not late
+    await successor.admin.transfer(leader.id)
+    await asyncio.sleep(0.1)
+    assert reported == changed
+    await leader.admin.transfer(successor.id)
+    successor.crash()
+    assert reported == changed  # also what was not due yet
+    assert late == changed[-len(late) :]
+    assert min(behind) > 0  # none was reported within the step that it belongs to
+
+
+@with_world
 async def test_a_transfer_that_ends_in_another_election_of_the_same_node_has_failed(
     world: World,
 ) -> None:

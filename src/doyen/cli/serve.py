@@ -458,4 +458,4 @@ def _report_roles(
             **removed,
         )
 
-    server.driver.on_role(on_role)
+    server.driver.observe_role(on_role)

@@ -322,7 +322,6 @@ class NodeMachine(SimulatedMachine):
             ),
         )
         if world.protocol.membership:
-            driver.on_role(lambda *_: members.changes.set())
             driver.pump.start_task(record_members(driver, members))
         await self._propose(driver)
 

@@ -217,11 +217,11 @@ class Node:
             self._inside.call(loop, changes.put_nowait, change)
 
         async def begin() -> None:
-            driver.on_role(deliver)
+            driver.observe_role(deliver)
             deliver(driver.role, driver.generation, driver.leader)
 
         async def end() -> None:
-            driver.off_role(deliver)
+            driver.unobserve_role(deliver)
 
         self._observers.append(end_of_changes)
         try:

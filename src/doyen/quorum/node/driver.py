@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -52,6 +53,9 @@ log = logging.getLogger("doyen.quorum.node")
 
 HANDOVERS = 15
 """How often a node that stops tries to transfer leadership."""
+REPORT_AFTER_S = 0.002
+"""How long after a change of role it is reported. Reports wake other threads, which compete with
+the node's loop and its journal for the interpreter, and an election takes about this long."""
 
 OnRole = Callable[[Role, int, str | None], None]
 
@@ -116,11 +120,14 @@ class Driver:
         self.propose, self.submit = self.proposals.propose, self.proposals.submit
         self.barrier, self.when_current = self.reads.barrier, self.reads.when_current
         self._on_role: list[OnRole] = []
+        self._role_observers: list[OnRole] = []
+        self._unreported: deque[RoleChanged] = deque()
         self._reached = self.applier.membership
         """The committed membership whose members were last connected to."""
         self._required = 0
         """The version of the state that peers were last required to support."""
         pump.on_membership = self._reach
+        pump.on_end.append(self._report_roles)
         self.on_applied(self._applied)
         pump.carry_out |= {
             RoleChanged: self._role_changed,
@@ -217,12 +224,23 @@ class Driver:
     # Callbacks.
 
     def on_role(self, callback: OnRole) -> None:
-        """Call this with role, generation and leader whenever one of them changes."""
+        """Call this with role, generation and leader whenever one of them changes, before the
+        messages that follow from the change are sent."""
         self._on_role.append(callback)
 
     def off_role(self, callback: OnRole) -> None:
         """No longer call this."""
         self._on_role = [each for each in self._on_role if each is not callback]
+
+    def observe_role(self, callback: OnRole) -> None:
+        """Report every change of role, generation or leader to this, in order and a moment later,
+        so that reports do not delay the election."""
+        self._report_roles()  # earlier changes are not reported to this one
+        self._role_observers.append(callback)
+
+    def unobserve_role(self, callback: OnRole) -> None:
+        """No longer call this."""
+        self._role_observers = [each for each in self._role_observers if each is not callback]
 
     def on_applied(self, callback: Callable[[int], None]) -> None:
         """Call this with the index after entries were applied."""
@@ -291,6 +309,15 @@ class Driver:
         self.pump.loop.call_soon(self.reads.flush)
         for callback in self._on_role:
             call_safely(callback, effect.role, effect.generation, effect.leader)
+        if not self._unreported:
+            self.pump.loop.call_later(REPORT_AFTER_S, self._report_roles)
+        self._unreported.append(effect)
+
+    def _report_roles(self) -> None:
+        while self._unreported:
+            change = self._unreported.popleft()
+            for callback in self._role_observers:
+                call_safely(callback, change.role, change.generation, change.leader)
 
     def _refused(self, effect: ProposalRefused) -> None:
         if not self.proposals.refused(effect.reason):

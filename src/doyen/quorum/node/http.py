@@ -82,7 +82,7 @@ class NodeMetrics(Collector):
         self._syncs = syncs
         self._round_trips = round_trips
         self._leader, self._changes = driver.leader, 0
-        driver.on_role(self._role_changed)
+        driver.observe_role(self._role_changed)
 
     def _role_changed(self, role: Role, generation: int, leader: str | None) -> None:
         if leader is not None and leader != self._leader:

@@ -232,6 +232,12 @@ def _open_directory(
 
 async def record_members(driver: Driver, members: Members) -> None:
     """While this node leads, record in the log the member ids that are known and missing there."""
+
+    def elected(role: Role, generation: int, leader: str | None) -> None:
+        if role is Role.LEADING:
+            members.changes.set()
+
+    driver.observe_role(elected)
     while True:
         members.changes.clear()
         wanted = members.to_record() if driver.role is Role.LEADING else None
@@ -404,7 +410,6 @@ class NodeServer:
             # Nodes are started one after the other: waiting for a moment is not worth a warning.
             asyncio.get_running_loop().call_later(FOUNDING_GRACE_S, members.log_missing)
             if options.protocol == "raft":  # the membership of the others is fixed
-                driver.on_role(lambda *_: members.changes.set())
                 driver.pump.start_task(record_members(driver, members))
             if http is not None:
                 await listener.listen(*parse_address(http), http_only=True)
