@@ -24,7 +24,7 @@ from doyen.election.options import SessionSettings
 from doyen.events import Record
 from doyen.lease.clock import SystemClock
 from doyen.lease.runtime import ThreadRuntime
-from doyen.stores.port import Context
+from doyen.stores.port import Context, open_store
 
 now = SystemClock().now
 ELECTION = "bench"
@@ -79,6 +79,39 @@ def async_candidate(who: str, url: str, events: list[str], **connect: Any) -> No
                     at = now()
                 reporter.report("resigned", at=at)
                 await commands.get()
+
+    asyncio.run(main())
+
+
+def bare(who: str, url: str) -> None:
+    """Hold a record until a command arrives, delete it, and wait for it to be free again at the next
+    one: with the adapter alone, on the loop of this thread."""
+    reporter = Reporter(who, [])
+    key = "elections/floor/leader"
+
+    async def main() -> None:
+        commands: asyncio.Queue[bytes] = asyncio.Queue()
+        asyncio.get_running_loop().add_reader(0, lambda: commands.put_nowait(os.read(0, 1024)))
+        store = await open_store(url, Context(SystemClock(), lambda event: None))
+        notified = asyncio.Event()
+        await store.watch(key, notified.set)
+        lease = await store.grant(10.0)
+        while True:
+            creation = await store.create(key, b"", lease)
+            while not creation.won:
+                reporter.report("waiting")
+                notified.clear()
+                await notified.wait()
+                creation = await store.create(key, b"", lease)
+            at = now()
+            reporter.report("entered", at=at)
+            if not await commands.get():
+                return
+            at = now()
+            await store.delete(key, if_version=creation.entry.version)
+            reporter.report("resigned", at=at)
+            await commands.get()
+            await store.renew(lease)
 
     asyncio.run(main())
 
@@ -336,6 +369,7 @@ def sessions(who: str, url: str, count: int) -> None:
 ROLES: dict[str, Callable[..., None]] = {
     "candidate": candidate,
     "async-candidate": async_candidate,
+    "bare": bare,
     "herd": herd,
     "many": many,
     "sessions": sessions,

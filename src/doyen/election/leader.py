@@ -254,8 +254,10 @@ class Leading:
         if self.term._conclude():
             self._emit(Resigned)
             now = attempt.core.runtime.clock.now()
-            # In the next turn, which is before a session that is closed now has its trail written.
-            asyncio.get_running_loop().call_soon(self._note_end, now, "resigned")
+            # When the deletion of the record is under way, which begins in the next turn. A session
+            # that is closed now has its trail written later still.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._note_end, now, "resigned")
         attempt.keepalive.forget(self.term)
         if attempt.settings.member is not None:
             attempt.settings.member.forget(self)
