@@ -84,8 +84,8 @@ def async_candidate(who: str, url: str, events: list[str], **connect: Any) -> No
 
 
 def bare(who: str, url: str) -> None:
-    """Hold a record until a command arrives, delete it, and wait for it to be free again at the next
-    one: with the adapter alone, on the loop of this thread."""
+    """Hold a record until a command arrives, delete it, and compete for it again at the next one:
+    with the adapter alone, on the loop of this thread."""
     reporter = Reporter(who, [])
     key = "elections/floor/leader"
 
