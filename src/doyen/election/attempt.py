@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from doyen.election.core import SessionCore
+from doyen.election.core import Deletion, SessionCore
 from doyen.election.options import CampaignSettings
 from doyen.errors import LeaseGone, OutcomeUnknown, StoreError, StoreUnavailable, TicketGone
 from doyen.lease.keepalive import Keepalive
@@ -250,28 +250,29 @@ class Attempt:
         if not has_entries or self.keepalive.lost_because is not None:
             self.end()
             return None
-        if not successor and not self._is_out_of_turn() and self._remove_entries_now():
-            self.end()
-            return None
-        return self.core.tasks.start(self._leave(successor))
+        begun = None
+        if not successor and not self._is_out_of_turn() and self._may_remove_entries_now():
+            self.unwatch_record()  # no notification of its own deletion
+            entries = [entry for entry in (self.record, self.ticket) if entry is not None]
+            if self.core.deletions.delete_now(entries):
+                self.record = self.ticket = None
+                self.end()
+                return None
+            begun = self.core.deletions.begin(entries)
+        return self.core.tasks.start(self._leave(successor, begun))
 
     def _is_out_of_turn(self) -> bool:
         return not self.in_turn and (self.record is not None or self.in_doubt)
 
-    def _remove_entries_now(self) -> bool:
-        """Remove what the attempt has in the store, if nothing has to be waited for."""
-        if self.in_doubt or self.markers:
+    def _may_remove_entries_now(self) -> bool:
+        """Whether the record and the ticket are all that the attempt has in the store, and nothing
+        has to be waited for before they are deleted."""
+        if self.in_doubt or self.markers or self.core.admission.full():
             return False
-        if self.record is not None and not self.core.telemetry.is_written:
-            return False
-        self.unwatch_record()  # no notification of its own deletion
-        entries = [entry for entry in (self.record, self.ticket) if entry is not None]
-        if not self.core.deletions.delete_now(entries):
-            return False
-        self.record = self.ticket = None
-        return True
+        return self.record is None or self.core.telemetry.is_written
 
-    async def _leave(self, successor: str) -> None:
+    async def _leave(self, successor: str, begun: Deletion | None) -> None:
+        """`begun` is the deletion of the record and the ticket, if it is under way."""
         core, keepalive = self.core, self.keepalive
         doubt_ends = core.runtime.clock.now() + keepalive.timing.ttl_s
         out_of_turn = self._is_out_of_turn()
@@ -286,8 +287,13 @@ class Attempt:
                     if self.ticket is not None and out_of_turn:
                         await self._let_in_those_ahead(self.ticket)
                         out_of_turn = False
-                    async with core.admission:
-                        await self._remove_entries()
+                    if begun is not None:
+                        deletion, begun = begun, None
+                        await core.deletions.finish(deletion)
+                        self.record = self.ticket = None
+                    else:
+                        async with core.admission:
+                            await self._remove_entries()
                 except (StoreUnavailable, OutcomeUnknown):
                     await asyncio.sleep(core.calls.retry_pause())
                     continue

@@ -17,9 +17,9 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from doyen._waiting import Admission, BackgroundTasks, shared
+from doyen._waiting import Admission, BackgroundTasks, retrieve, shared
 from doyen.election.options import SessionSettings
 from doyen.election.trail import TrailKeeper
 from doyen.errors import ConfigError, OutcomeUnknown, SessionClosed, StoreError, StoreUnavailable
@@ -41,7 +41,7 @@ from doyen.stores.port import (
 )
 from doyen.warden.warding import Form, NoWarden, Warding
 
-__all__ = ["ENTERING", "SessionCore"]
+__all__ = ["ENTERING", "Deletion", "SessionCore"]
 
 T = TypeVar("T")
 log = logging.getLogger("doyen")
@@ -53,6 +53,13 @@ OPEN_PAUSE_S, OPEN_LONGEST_PAUSE_S = 0.1, 2.0
 ENTERING = 64
 """How many candidates of a session join or leave their lines at a time. Thousands at once would
 only delay one another."""
+
+
+class Deletion(NamedTuple):
+    """A deletion under way."""
+
+    entries: Sequence[Entry]
+    begun: asyncio.Future[Any]
 
 
 class Deletions:
@@ -77,8 +84,24 @@ class Deletions:
         """Delete a record or ticket by its version. It is no error if it is gone already."""
         store = self._calls.store
         await self._calls.call(store.delete(entry.key, if_version=entry.version))
-        if not store.capabilities.durable:
-            self._unchecked[entry.key] = None
+        self._check_later([entry])
+
+    def begin(self, entries: Sequence[Entry]) -> Deletion | None:
+        """Begin to delete these before this returns, if the store can."""
+        begun = self._calls.store.begin_deletion(entries)
+        if begun is None:
+            return None
+        begun.add_done_callback(retrieve)  # a session that is being closed does not wait for it
+        return Deletion(entries, begun)
+
+    async def finish(self, deletion: Deletion) -> None:
+        """Wait until what was begun is deleted. Raises what `delete` raises."""
+        await self._calls.call(deletion.begun)
+        self._check_later(deletion.entries)
+
+    def _check_later(self, entries: Sequence[Entry]) -> None:
+        if not self._calls.store.capabilities.durable:
+            self._unchecked.update(dict.fromkeys(entry.key for entry in entries))
             if self._checking is None or self._checking.done():
                 self._checking = self._tasks.start(self._check())
 

@@ -257,7 +257,7 @@ class Leading:
             # When the deletion of the record is under way, which begins in the next turn. A session
             # that is closed now has its trail written later still.
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._note_end, now, "resigned")
+            loop.call_soon(lambda: loop.call_soon(self._note_end, now, "resigned"))
         attempt.keepalive.forget(self.term)
         if attempt.settings.member is not None:
             attempt.settings.member.forget(self)

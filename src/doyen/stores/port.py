@@ -33,7 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from doyen._values import Value
 from doyen.errors import ConfigError, StoreError, StoreUnusable, did_you_mean
@@ -280,6 +280,14 @@ class Store(ABC):
         """`delete` each of these by its version, if nothing has to be waited for. False if that was
         not done, or not all of it. They are bound to leases of this handle."""
         return False
+
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[Any] | None:
+        """Begin to `delete` each of these by its version, in one request; the future is done when
+        they are deleted, and has the error otherwise. None if nothing was begun.
+
+        An adapter overrides this only if the request is on its way sooner than by `delete`.
+        """
+        return None
 
     @abstractmethod
     async def list(self, prefix: str) -> list[Entry]:

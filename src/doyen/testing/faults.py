@@ -217,6 +217,10 @@ class FaultyStore(Store):
         do = partial(self._store.delete, key, if_version=if_version)
         return await self._call("delete", key, do)
 
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[Any] | None:
+        deletions = (self.delete(entry.key, if_version=entry.version) for entry in entries)
+        return asyncio.gather(*deletions)
+
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         do = partial(self._store.enqueue, line, value, lease, rank=rank)
         return await self._call("enqueue", line, do, lease)

@@ -189,6 +189,11 @@ class EtcdStore(GuardedStore):
     async def delete(self, key: str, *, if_version: Version | None = None) -> bool:
         return await self._deletions.ask((self._at(key), if_version))
 
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[Any] | None:
+        if self._unusable is not None:
+            return None
+        return self._deletions.begin([(self._at(entry.key), entry.version) for entry in entries])
+
     async def _delete(
         self, deletions: Sequence[tuple[bytes, Version | None]]
     ) -> Sequence[bool | BaseException]:

@@ -42,17 +42,34 @@ class Batches(Generic[Q, R]):
         self._tasks: dict[asyncio.Task[None], list[asyncio.Future[R]]] = {}
 
     async def ask(self, request: Q) -> R:
-        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
-        self._start()
+        (answer,) = self._enqueue([request])
         try:
             return await answer
         except asyncio.CancelledError:
             retrieve(answer)
+            self._leave(answer)
+            raise
+
+    def begin(self, requests: Sequence[Q]) -> asyncio.Future[list[R]]:
+        """`ask` each of these; they are sent in the next turn of the loop, in one batch."""
+        answers = self._enqueue(requests)
+        for answer in answers:
+            answer.add_done_callback(self._leave)
+        return asyncio.gather(*answers)
+
+    def _enqueue(self, requests: Sequence[Q]) -> list[asyncio.Future[R]]:
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Future[R]] = [loop.create_future() for _ in requests]
+        self._waiting.extend(zip(requests, answers, strict=True))
+        self._start()
+        return answers
+
+    def _leave(self, answer: asyncio.Future[R]) -> None:
+        """If nobody waits for this any more, nor for the others of its batch, cancel the batch."""
+        if answer.cancelled():
             for task, answers in self._tasks.items():
                 if answer in answers and all(each.done() for each in answers):
                     task.cancel()
-            raise
 
     def _start(self) -> None:
         if not self._waiting or self._starting or len(self._tasks) >= self._in_flight:

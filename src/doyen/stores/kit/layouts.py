@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from builtins import list as list_
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, NoReturn
 from urllib.parse import unquote
 
@@ -193,6 +193,9 @@ class LineLayout(GuardedStore):
             else:
                 key, version = _ticket_of(if_version)
         return bool(place.part) and await self._remove(key, version)
+
+    def begin_deletion(self, entries: Sequence[Entry]) -> None:
+        """The keys have to be translated, for which some entries are read."""
 
     async def enqueue(self, line: str, value: bytes, lease: Lease, *, rank: int = 0) -> Entry:
         if self._place(line).part != "line":

@@ -10,6 +10,7 @@ everything else.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -174,6 +175,11 @@ class RedisStore(GuardedStore):
         version = "" if if_version is None else str(if_version)
         self._require_usable()
         return await self._deletions.ask((key, version))
+
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[Any] | None:
+        if self._unusable is not None:
+            return None
+        return self._deletions.begin([(entry.key, str(entry.version)) for entry in entries])
 
     async def _delete(self, deletions: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """Deletions as one script: a leader that resigns deletes its record and its ticket."""
