@@ -219,11 +219,12 @@ def test_edit_may_settle_for_what_the_other_wrote(
     ("body", "code", "error", "text"),
     [
         ("text = '{workers: 8}'", 2, "is not JSON: Expecting property name", "{workers: 8}"),
+        ("text = '{'", 2, "Correct it, and run doyen config set billing - with it as", "{"),
         ("text = '8' if n == 0 else text", 1, "is at version 2, which 'bob'", ">>>>>>> yours"),
         ("text = '8' if n == 0 else text + ' '", 2, "is not JSON", ">>>>>>> yours"),
         ("path.write_text('8'); sys.exit(3)", 2, "ended with 3; nothing was written", "8"),
     ],
-    ids=["bad_json", "conflict_left_alone", "markers_left", "editor_failed"],
+    ids=["bad_json", "remedy", "conflict_left_alone", "markers_left", "editor_failed"],
 )
 def test_the_text_is_kept_if_it_cannot_be_written(
     config: Call,
@@ -250,7 +251,8 @@ def test_text_that_cannot_be_decoded_is_kept(config: Call, editor: Editor) -> No
     editor("path.write_bytes(b'\"caf\\xe9\"'); sys.exit()")
     code, out, err = config("edit")
     assert (code, out) == (2, "")
-    assert re.search(r"is not text in utf-8: .*; nothing was written\. Correct it", err)
+    remedy = r"Correct it, and run doyen config set billing - with it"
+    assert re.search(rf"is not text in utf-8: .*; nothing was written\. {remedy}", err)
     assert kept(err).read_bytes() == b'"caf\xe9"'
     assert config("get")[1] == "4\n"
 

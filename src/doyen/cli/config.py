@@ -327,14 +327,14 @@ def _edit(args: argparse.Namespace, config: BlockingConfig[Any]) -> int:
         while True:
             path.write_text(text)
             _open_editor(path)
-            edited = _saved(path)
+            edited = _saved(path, args.name)
             if edited == text:
                 if conflict is not None:
                     raise conflict
                 path.unlink()
                 console().print("nothing was changed")
                 return Exit.DONE
-            value = _edited(path, edited)
+            value = _edited(path, args.name, edited)
             if document is not None and conflict is not None and value == document.value:
                 break  # the other version is as it should be
             try:
@@ -377,24 +377,25 @@ def _open_editor(path: Path) -> None:
         raise ConfigError(f"the editor {editor!r} ended with {code}; nothing was written")
 
 
-def _saved(path: Path) -> str:
+def _saved(path: Path, name: str) -> str:
     try:
         return path.read_text()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not text in {error.encoding}: {error}; nothing was written. Correct it, and"
-            " run doyen config set NAME - with it as standard input"
-        ) from error
+        raise _unusable(path, name, f"text in {error.encoding}", error) from error
 
 
-def _edited(path: Path, text: str) -> Any:
+def _edited(path: Path, name: str, text: str) -> Any:
     try:
         return _loads(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON: {error}; nothing was written. Correct it, and run"
-            " doyen config set NAME - with it as standard input"
-        ) from error
+        raise _unusable(path, name, "JSON", error) from error
+
+
+def _unusable(path: Path, name: str, kind: str, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"{path} is not {kind}: {error}; nothing was written. Correct it, and run"
+        f" doyen config set {shlex.quote(name)} - with it as standard input"
+    )
 
 
 def _both(mine: str, theirs: ConfigDocument[Any]) -> str:
