@@ -11,6 +11,7 @@ import pytest
 
 import doyen
 from doyen.cli import main, shards
+from doyen.manage.shards.plan import PlannedMember
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.slots import ShardTerm
 from support import until_blocking
@@ -76,6 +77,13 @@ def test_a_set_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "it does not exist" in capsys.readouterr().out
     assert main(["shards", "jobs", "pause"]) == 1
     assert "there is no set of shards 'jobs'" in capsys.readouterr().err
+
+
+def test_owners_that_are_gone_are_shown() -> None:
+    gone = PlannedMember(7, "", "", 1.0)
+    seen = ShardMap("jobs", 1, 1, True, ("a",), members={"a": gone}, grace={"a": 12.3})
+    assert shards._table(seen).rows[0][0] == "a (gone, 12 s left at most)"
+    assert shards.as_dict(seen)["grace"] == {"a": 12.3}
 
 
 def test_members_on_which_shards_fail_are_shown() -> None:
