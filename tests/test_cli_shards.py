@@ -59,7 +59,8 @@ def test_a_set_is_shown_moved_and_drained(
     assert shown["owners"] == ["server2"] * 4
     assert main(["shards", "jobs", "drain", "server2"]) == 1
     assert "no other member could own" in capsys.readouterr().err
-    assert main(["shards", "jobs", "drain", "server1", "--undo"]) == 0
+    assert main(["shards", "jobs", "drain", "server1", "--undo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["members"]["server1"]["weight"] == 1
     assert main(["shards", "jobs", "move", "0"]) == 0
     assert main(["shards", "jobs", "pause"]) == 0
     assert main(["shards", "jobs", "rebalance", "--dry-run", "--json"]) == 0
