@@ -298,6 +298,22 @@ def test_watch_prints_every_version_until_interrupted(store: str) -> None:
             assert watch.until("\n").endswith(lost)
 
 
+def test_watch_says_that_there_is_no_configuration_yet(store: str) -> None:
+    with doyen.connect_blocking(store) as session:
+        config = session.config("billing", author="ann")
+        with (
+            following("config", "watch", "billing", "--store", store) as watch,
+            following("config", "watch", "billing", "--json", "--store", store) as programs,
+        ):
+            assert watch.until("\n").endswith(" billing does not exist yet\n")
+            absent = json.loads(programs.until("\n"))
+            assert absent.pop("seen_at")
+            assert absent == {"config": "billing", "change": "absent"}
+            config.set(4)
+            assert watch.until("\n").endswith(" billing version 1 by ann: 4\n")
+            assert json.loads(programs.until("\n"))["version"] == 1
+
+
 def test_what_another_program_has_written_is_replaced_by_force(config: Call, store: str) -> None:
     config("set", "1")
     config("set", "2")
