@@ -578,7 +578,9 @@ async def test_a_draining_member_does_not_lead(place: Place) -> None:
 async def test_a_member_that_failed_is_off_the_list_and_stays_off(place: Place) -> None:
     session = await place.open()
     async with session.member(GROUP, name="a") as member:
+        await member.drain()
         await member.fail("its disk is broken")
+        assert member.state == "failed"
         assert listed(place) == {}
         place.end_lease(session)
         await asyncio.sleep(3 * TTL_S)

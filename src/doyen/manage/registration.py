@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from doyen.election.attempt import Wakeup
 from doyen.election.core import SessionCore
@@ -261,8 +262,8 @@ class Registration:
         return entry.revision if valid else None
 
     @property
-    def state(self) -> MemberState:
-        return self._desired.state
+    def state(self) -> MemberState | Literal["failed"]:
+        return "failed" if self._desired.failed else self._desired.state
 
     @property
     def ineligible_because(self) -> str:
