@@ -113,6 +113,28 @@ def test_a_risky_removal_needs_confirmation(
         assert output(capsys, "remove", "n2", "--force", *store)["voters"] == ["n3"]
 
 
+def test_the_risks_of_a_removal_are_for_those_who_may_remove(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    def refusal(role: str) -> str:
+        secret = f"the%20secret%20of%20every%20{role}@"
+        store = ["--store", quorum.url.replace("://", f"://{secret}")]
+        assert main(["cluster", "remove", "n1", *store]) == 1
+        return capsys.readouterr().err
+
+    options = []
+    for option, role in (("", "client"), ("peer-", "peer"), ("admin-", "admin")):
+        file = tmp_path / role
+        file.write_text(f"the secret of every {role}")
+        options += [f"--{option}secret-file", str(file)]
+    with Quorum(tmp_path / "nodes", 3, *options) as quorum:
+        quorum.leader()
+        refused = refusal("client")
+        assert "needs the role 'admin', and this connection has 'client'" in refused
+        assert "dangerous" not in refused
+        assert "dangerous" in refusal("admin")
+
+
 def condition(node: str, role: str = "following", applied: int = 5000, **other: Any) -> NodeAnswer:
     start = (0, node, "", role, 1, "n1", 5000, applied, 0, False)
     status = NodeStatus(*start, ("n1", "n2", "n3"), ("n4",), {}, 1, 1, 1, 1, 1)

@@ -219,11 +219,12 @@ def test_edit_may_settle_for_what_the_other_wrote(
     ("body", "code", "error", "text"),
     [
         ("text = '{workers: 8}'", 2, "is not JSON: Expecting property name", "{workers: 8}"),
+        ("text = '{'", 2, "Correct it, and run doyen config set billing - with it as", "{"),
         ("text = '8' if n == 0 else text", 1, "is at version 2, which 'bob'", ">>>>>>> yours"),
         ("text = '8' if n == 0 else text + ' '", 2, "is not JSON", ">>>>>>> yours"),
         ("path.write_text('8'); sys.exit(3)", 2, "ended with 3; nothing was written", "8"),
     ],
-    ids=["bad_json", "conflict_left_alone", "markers_left", "editor_failed"],
+    ids=["bad_json", "remedy", "conflict_left_alone", "markers_left", "editor_failed"],
 )
 def test_the_text_is_kept_if_it_cannot_be_written(
     config: Call,
@@ -250,7 +251,8 @@ def test_text_that_cannot_be_decoded_is_kept(config: Call, editor: Editor) -> No
     editor("path.write_bytes(b'\"caf\\xe9\"'); sys.exit()")
     code, out, err = config("edit")
     assert (code, out) == (2, "")
-    assert re.search(r"is not text in utf-8: .*; nothing was written\. Correct it", err)
+    remedy = r"Correct it, and run doyen config set billing - with it"
+    assert re.search(rf"is not text in utf-8: .*; nothing was written\. {remedy}", err)
     assert kept(err).read_bytes() == b'"caf\xe9"'
     assert config("get")[1] == "4\n"
 
@@ -294,6 +296,22 @@ def test_watch_prints_every_version_until_interrupted(store: str) -> None:
         with following("config", "watch", "billing", "--from", "9", "--store", store) as watch:
             lost = "billing was at version 9: the store has lost writes\n"
             assert watch.until("\n").endswith(lost)
+
+
+def test_watch_says_that_there_is_no_configuration_yet(store: str) -> None:
+    with doyen.connect_blocking(store) as session:
+        config = session.config("billing", author="ann")
+        with (
+            following("config", "watch", "billing", "--store", store) as watch,
+            following("config", "watch", "billing", "--json", "--store", store) as programs,
+        ):
+            assert watch.until("\n").endswith(" billing does not exist yet\n")
+            absent = json.loads(programs.until("\n"))
+            assert absent.pop("seen_at")
+            assert absent == {"config": "billing", "change": "absent"}
+            config.set(4)
+            assert watch.until("\n").endswith(" billing version 1 by ann: 4\n")
+            assert json.loads(programs.until("\n"))["version"] == 1
 
 
 def test_what_another_program_has_written_is_replaced_by_force(config: Call, store: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import doyen
 from doyen.cli import main, shards
+from doyen.manage.shards.plan import PlannedMember
 from doyen.manage.shards.routing import ShardMap
 from doyen.manage.shards.slots import ShardTerm
 from support import until_blocking
@@ -58,7 +59,8 @@ def test_a_set_is_shown_moved_and_drained(
     assert shown["owners"] == ["server2"] * 4
     assert main(["shards", "jobs", "drain", "server2"]) == 1
     assert "no other member could own" in capsys.readouterr().err
-    assert main(["shards", "jobs", "drain", "server1", "--undo"]) == 0
+    assert main(["shards", "jobs", "drain", "server1", "--undo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["members"]["server1"]["weight"] == 1
     assert main(["shards", "jobs", "move", "0"]) == 0
     assert main(["shards", "jobs", "pause"]) == 0
     assert main(["shards", "jobs", "rebalance", "--dry-run", "--json"]) == 0
@@ -76,6 +78,13 @@ def test_a_set_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert "it does not exist" in capsys.readouterr().out
     assert main(["shards", "jobs", "pause"]) == 1
     assert "there is no set of shards 'jobs'" in capsys.readouterr().err
+
+
+def test_owners_that_are_gone_are_shown() -> None:
+    gone = PlannedMember(7, "", "", 1.0)
+    seen = ShardMap("jobs", 1, 1, True, ("a",), members={"a": gone}, grace={"a": 12.3})
+    assert shards._table(seen).rows[0][0] == "a (gone, 12 s left at most)"
+    assert shards.as_dict(seen)["grace"] == {"a": 12.3}
 
 
 def test_members_on_which_shards_fail_are_shown() -> None:

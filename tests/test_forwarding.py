@@ -14,8 +14,8 @@ from websockets.headers import build_host
 
 from doyen import LeadershipLost, Term
 from doyen.errors import ConfigError
-from doyen.integrations import asgi
-from doyen.integrations.forwarding import ForwardingRules, LeaderView
+from doyen.integrations import asgi, forwarding
+from doyen.integrations.forwarding import ForwardingRules, LeaderView, SendTo
 from doyen.model import Leader
 from forward_kit import ELSEWHERE, SECRET, TRUST, A, B, Exchange, Pool, call, http_scope, leader
 from support import Place, until, virtual
@@ -208,6 +208,32 @@ def test_trust_and_a_secret_are_required() -> None:
         ForwardingRules(view=view, secret="short", trust=TRUST)
     with pytest.raises(ConfigError, match="not a string"):
         ForwardingRules(view=view, secret=SECRET, trust=A)
+
+
+def test_processes_with_different_secrets_are_reported_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (
+        ForwardingRules(view=LeaderView("e"), secret=f"{SECRET} {each}", trust=TRUST)
+        for each in "ab"
+    )
+    to = SendTo(leader(7), "http", "a", 80, 1)
+
+    def received(*, secret_of: ForwardingRules) -> object:
+        return ours.read(secret_of.outgoing(to, [], b"GET", b"/", body=False), b"GET", b"/")
+
+    assert received(secret_of=ours) is not None
+    assert ours.read([(b"doyen-token", b"7")], b"GET", b"/") is None
+    assert caplog.messages == []
+    for _ in range(3):
+        assert received(secret_of=theirs) is None
+    (line,) = caplog.messages
+    assert "event=forwarding_unverified election=e" in line
+    assert "set the same secret in all processes" in line
+    assert "more=" not in line
+    monkeypatch.setattr(forwarding, "WARN_EVERY_S", 0.0)
+    received(secret_of=theirs)
+    assert caplog.messages[1] == f"{line} more=2"
 
 
 @virtual

@@ -29,6 +29,7 @@ from nodes import addresses
 from servers.certificates import Certificates
 
 SECRETS = {role: f"the secret of every {role}" for role in ("peer", "admin", "client", "onlooker")}
+LEAST_FIRST = ("onlooker", "client", "admin")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "stores" / "quorum.md"
 
 
@@ -141,7 +142,8 @@ async def test_every_cell_of_the_table(tmp_path: Path, certificates: Certificate
             if expected[name][role]:
                 await action(store)
                 continue
-            with pytest.raises(StoreUnusable, match=rf"this needs the role '\w+', .* {role!r}"):
+            needed = next(each for each in LEAST_FIRST if expected[name][each])
+            with pytest.raises(StoreUnusable, match=f"needs the role {needed!r}, .* {role!r}"):
                 await action(store)
         await store.close()
         with pytest.raises(ConnectionRefused) as refused:

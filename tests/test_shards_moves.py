@@ -173,6 +173,20 @@ async def test_nothing_is_let_go_before_all_new_owners_are_ready(place: Place) -
 
 
 @virtual
+async def test_a_drain_is_undone_although_there_is_no_member(place: Place) -> None:
+    jobs = Jobs(place)
+    session = await jobs.create(4)
+    shards = session.shards("jobs")
+    await shards.drain("a", anyway=True)
+    began = now()
+    await shards.drain("a", undo=True)
+    assert now() - began < 1.0
+    spec = await shards.spec()
+    assert spec is not None
+    assert not spec.weights
+
+
+@virtual
 async def test_nothing_is_let_go_while_a_slow_store_deletes_a_record(place: Place) -> None:
     """What takes long to end by itself is not waited for."""
     jobs, faults, asked_at, ended_at = Jobs(place), Faults(), list[float](), list[float]()

@@ -201,9 +201,7 @@ async def _retried(change: Callable[[], Awaitable[None]], args: argparse.Namespa
 
 
 def _confirm_removal(node: str, risks: list[str]) -> None:
-    """Ask for confirmation if there are risks. Raises `OrderFailed` unless the answer is yes."""
-    if not risks:
-        return
+    """Ask for confirmation. Raises `OrderFailed` unless the answer is yes."""
     text = f"removing {node} is dangerous: {'; '.join(risks)}"
     remedy = "Add another node first (doyen cluster add, promote), or use --force"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -228,7 +226,9 @@ async def _change(args: argparse.Namespace) -> int:
                     f"{args.node} is not a member, so it was not removed: the members are {present}"
                 )
             risks = [] if args.force else risks_of_removal(states, args.node)
-            await asyncio.to_thread(_confirm_removal, args.node, risks)
+            if risks:
+                await _retried(store.check_administrator, args)
+                await asyncio.to_thread(_confirm_removal, args.node, risks)
         await _retried(lambda: store.administer(args.action, args.node, address), args)
         states = await store.inspect()
     leader = leading(states)

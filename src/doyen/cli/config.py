@@ -31,7 +31,15 @@ from doyen.cli._output import (
     store_url,
 )
 from doyen.cli._screen import lost_text
-from doyen.errors import BadDocument, ConfigError, Conflict, DoyenError, NotApplied
+from doyen.errors import (
+    BadDocument,
+    ConfigError,
+    Conflict,
+    DoyenError,
+    NotApplied,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 from doyen.model import Reachable, Unreachable
 from doyen.session import connect
 
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from doyen.manage.config import Change, ConfigDocument
-    from doyen.manage.config_session import BlockingConfig
+    from doyen.manage.config_session import BlockingConfig, Config
 
 MANUAL = """\
 A configuration is a JSON document in the store, with versions. Every write makes a new version,
@@ -52,7 +60,7 @@ in $VISUAL or $EDITOR, and writes what you save if it is still the current versi
 editor is opened again with both texts, between the markers of a merge. If anything fails, your text
 stays in a file, which the error names. With --wait-applied a write returns when all subscribers, or
 a majority of them, have applied it; otherwise it names those that have not, and the new version
-stays.
+stays. watch says that there is no configuration yet (with --json: "change": "absent"), and waits.
 
 exit codes:
   0    done; watch: ended by Ctrl-C
@@ -268,18 +276,36 @@ def _sorted(value: Any) -> str:
 async def _watch(args: argparse.Namespace) -> None:
     since = getattr(args, "from")
     async with connect(store_url(args, create=False), create=False) as session:
-        async for change in session.config(args.name).observe(since):
-            at = datetime.now().astimezone()
-            if args.json:
-                seen_at = at.isoformat(timespec="milliseconds")
-                print_json({"seen_at": seen_at, **_change_as_dict(args.name, change)})
-            else:
-                console().print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], _text(args.name, change))
+        config: Config[Any] = session.config(args.name)
+        if not since and await _is_absent(config):
+            _print_change(args, None)
+        async for change in config.observe(since):
+            _print_change(args, change)
 
 
-def _change_as_dict(name: str, change: Change[Any]) -> dict[str, Any]:
+async def _is_absent(config: Config[Any]) -> bool:
+    """Whether nothing was written yet. What makes the read fail is reported by the observer."""
+    try:
+        return await config.get() is None
+    except (BadDocument, OutcomeUnknown, StoreUnavailable):
+        return False
+
+
+def _print_change(args: argparse.Namespace, change: Change[Any] | None) -> None:
+    """Print a change with its time; None: there is no such configuration yet."""
+    at = datetime.now().astimezone()
+    if args.json:
+        seen_at = at.isoformat(timespec="milliseconds")
+        print_json({"seen_at": seen_at, **_change_as_dict(args.name, change)})
+    else:
+        console().print(f"{at:%Y-%m-%d %H:%M:%S}.{at:%f}"[:-3], _text(args.name, change))
+
+
+def _change_as_dict(name: str, change: Change[Any] | None) -> dict[str, Any]:
     from doyen.manage.config import ConfigDocument, Missed
 
+    if change is None:
+        return {"config": name, "change": "absent"}
     if isinstance(change, ConfigDocument):
         return _as_dict(change)
     if isinstance(change, Unreachable):
@@ -295,9 +321,11 @@ def _change_as_dict(name: str, change: Change[Any]) -> dict[str, Any]:
     return {"config": name, kind: change._asdict()}
 
 
-def _text(name: str, change: Change[Any]) -> str:
+def _text(name: str, change: Change[Any] | None) -> str:
     from doyen.manage.config import ConfigDocument, Missed
 
+    if change is None:
+        return f"{name} does not exist yet"
     if isinstance(change, ConfigDocument):
         value = printable(json.dumps(change.value, ensure_ascii=False))
         return f"{name} version {change.version} by {printable(change.author)}: {value}"
@@ -327,14 +355,14 @@ def _edit(args: argparse.Namespace, config: BlockingConfig[Any]) -> int:
         while True:
             path.write_text(text)
             _open_editor(path)
-            edited = _saved(path)
+            edited = _saved(path, args.name)
             if edited == text:
                 if conflict is not None:
                     raise conflict
                 path.unlink()
                 console().print("nothing was changed")
                 return Exit.DONE
-            value = _edited(path, edited)
+            value = _edited(path, args.name, edited)
             if document is not None and conflict is not None and value == document.value:
                 break  # the other version is as it should be
             try:
@@ -377,24 +405,25 @@ def _open_editor(path: Path) -> None:
         raise ConfigError(f"the editor {editor!r} ended with {code}; nothing was written")
 
 
-def _saved(path: Path) -> str:
+def _saved(path: Path, name: str) -> str:
     try:
         return path.read_text()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not text in {error.encoding}: {error}; nothing was written. Correct it, and"
-            " run doyen config set NAME - with it as standard input"
-        ) from error
+        raise _unusable(path, name, f"text in {error.encoding}", error) from error
 
 
-def _edited(path: Path, text: str) -> Any:
+def _edited(path: Path, name: str, text: str) -> Any:
     try:
         return _loads(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON: {error}; nothing was written. Correct it, and run"
-            " doyen config set NAME - with it as standard input"
-        ) from error
+        raise _unusable(path, name, "JSON", error) from error
+
+
+def _unusable(path: Path, name: str, kind: str, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"{path} is not {kind}: {error}; nothing was written. Correct it, and run"
+        f" doyen config set {shlex.quote(name)} - with it as standard input"
+    )
 
 
 def _both(mine: str, theirs: ConfigDocument[Any]) -> str:

@@ -278,6 +278,7 @@ def as_dict(seen: ShardMap) -> dict[str, Any]:
         "owners": [owner or None for owner in seen.owners],
         "standbys": [[name or None for name in column] for column in seen.standbys],
         "members": {name: member._asdict() for name, member in seen.members.items()},
+        "grace": dict(seen.grace),
         "moves": {str(shard): move._asdict() for shard, move in seen.moves.items()},
         "aside": {str(shard): error for shard, error in seen.aside.items()},
         "failed": {str(shard): list(names) for shard, names in seen.failed.items()},

@@ -24,11 +24,12 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -64,6 +65,8 @@ LAST_WORDS_S = 2.0
 IDLE_S = 1.0
 """How long an idle connection to the leader is kept. Servers close theirs after 2 s and more, and a
 request that is sent at that moment would be lost."""
+WARN_EVERY_S = 60.0
+"""How often a signature that does not match is logged. Any client can send one."""
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""
 _HOP_BY_HOP = frozenset(
@@ -305,6 +308,29 @@ class LeaderView:
             return event.wait(max(0.0, within_s))
 
 
+class UnverifiedRequests:
+    """Logs that signatures do not match, at most once per `WARN_EVERY_S`. Any thread."""
+
+    def __init__(self) -> None:
+        self._logged_at = -math.inf
+        self._more = 0
+        """How many there were since."""
+
+    def report(self, election: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_at < WARN_EVERY_S:
+            self._more += 1
+            return
+        more, self._more, self._logged_at = self._more or None, 0, now
+        why = (
+            "the signature of a forwarded request does not match, so the request is treated as one"
+            " of a client: set the same secret in all processes, unless a client has sent these"
+            " headers itself"
+        )
+        line = log_line(event="forwarding_unverified", election=election, error=why, more=more)
+        log.warning("%s", line)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardingRules:
     """The settings of the middleware, and the decisions that follow from them."""
@@ -324,6 +350,9 @@ class ForwardingRules:
     """Paths that every process serves itself."""
     redirect: bool = False
     """Answer with a redirect to the leader (307) instead of forwarding."""
+    _unverified: UnverifiedRequests = field(
+        default_factory=UnverifiedRequests, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if len(self._key) < 16:
@@ -419,6 +448,7 @@ class ForwardingRules:
         except (KeyError, ValueError):
             return None
         if not hmac.compare_digest(signature, self._signature(token, hops, method, target)):
+            self._unverified.report(self.view.election)
             return None
         return Forwarded(token, hops)
 

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
 from doyen._values import Value, field
 from doyen.election.options import default_name
@@ -157,8 +157,8 @@ class MemberView:
         return self._registration.incarnation
 
     @property
-    def state(self) -> MemberState:
-        """up, unhealthy or draining."""
+    def state(self) -> MemberState | Literal["failed"]:
+        """up, unhealthy or draining; failed after `fail`."""
         return self._registration.state
 
     @property

@@ -17,17 +17,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from doyen.election.attempt import Wakeup
 from doyen.election.core import SessionCore
 from doyen.election.options import default_name
 from doyen.errors import LeaseGone, NameTaken, OutcomeUnknown, StoreError, StoreUnavailable
 from doyen.events import Listed, Unlisted
+from doyen.events.log_lines import log_line
 from doyen.events.reasons import INELIGIBLE
 from doyen.lease.keepalive import Keepalive
 from doyen.manage.health import Inspection
 from doyen.manage.members import MemberSettings, MemberValue, checked_meta
-from doyen.model import Entry, MemberState, Meta, challenges_key, member_key
+from doyen.model import Entry, MemberState, Meta, challenges_key, encode_json, member_key
 from doyen.stores.port import Watch
 
 __all__ = ["Registration"]
@@ -260,8 +262,8 @@ class Registration:
         return entry.revision if valid else None
 
     @property
-    def state(self) -> MemberState:
-        return self._desired.state
+    def state(self) -> MemberState | Literal["failed"]:
+        return "failed" if self._desired.failed else self._desired.state
 
     @property
     def ineligible_because(self) -> str:
@@ -475,7 +477,9 @@ class Registration:
 
     def _name_taken(self, entry: Entry, proof: str) -> NameTaken:
         value = MemberValue.decode(entry.value)
-        who = "an entry that is not a member" if value is None else f"{value.by} {value.meta}"
+        who = "an entry that is not a member" if value is None else value.by
+        if value is not None and value.meta:
+            who += f" ({_as_pairs(value.meta)})"
         return NameTaken(
             f"the name {self.settings.name!r} in the group {self.settings.group!r} is taken:"
             f" incarnation {entry.revision} of {who} {proof}; choose another name, or stop that"
@@ -491,3 +495,16 @@ class Registration:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+
+
+def _as_pairs(meta: Meta) -> str:
+    """
+    >>> _as_pairs({"address": "http://h:80", "zone": "in the cellar", "ports": [1, 2]})
+    'address=http://h:80 zone="in the cellar" ports="[1,2]"'
+    """
+    return log_line(
+        **{
+            name: value if isinstance(value, str) else encode_json(value).decode()
+            for name, value in meta.items()
+        }
+    )

@@ -186,7 +186,8 @@ async def drain(
 
     Fails, before anything is changed, if there is no such member, or if no other could take its
     shards. With `anyway` the weight is changed nevertheless, and nothing is waited for: the member
-    keeps what no other can take. With `undo` the member has the weight again that it states itself.
+    keeps what no other can take. With `undo` the member has the weight again that it states itself;
+    the plan that follows is waited for, unless no member is there to make it.
     """
 
     def change(spec: ShardSpec | None) -> ShardSpec:
@@ -209,9 +210,10 @@ async def drain(
                 f" {name!r}: {_why_not(spec, members, member)}. Start another member, or drain it"
                 " anyway"
             )
+    controlled = undo and not anyway and bool(await seen_members(core, name))
     asked = await change_spec(core, name, change)
     if undo or anyway:
-        return await _wait(core, name, wait_s)
+        return await _wait(core, name, wait_s, asked=asked if controlled else None)
 
     def unplanned(seen: ShardMap) -> str:
         if planned := len(seen.owned_by(member)):

@@ -143,7 +143,8 @@ class ShardSet:
         """Give a member the weight 0, and return once it owns nothing.
 
         `OrderFailed` if no other member could own its shards, or after `wait_s`. With `anyway` the
-        weight is changed without that check and without waiting. `undo` restores the weight.
+        weight is changed without that check and without waiting. `undo` restores the weight, and
+        returns once the plan has it.
         """
         return await self._run(
             partial(

@@ -64,6 +64,13 @@ def allowed(role: Role) -> frozenset[type[requests.Request]]:
     return frozenset(kind for kind, needed in NEEDED.items() if allows(role, needed))
 
 
+def needed_for(request: requests.Requests) -> Role:
+    """The role that allows everything in this request."""
+    if isinstance(request, requests.Write) and any(map(_is_admins, request.bodies)):
+        return "admin"
+    return NEEDED[type(request)]
+
+
 def refusal(role: Role, needed: Role) -> str:
     """The text of a refusal."""
     return (

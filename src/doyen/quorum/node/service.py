@@ -301,7 +301,7 @@ class Service:
 
     def _forbid(self, client: ServedClient, request: Any) -> None:
         """Report that the client's role does not allow this."""
-        text = roles.refusal(client.role, roles.NEEDED[type(request)])
+        text = roles.refusal(client.role, roles.needed_for(request))
         for number in request.ids if type(request) is Write else (request.id,):
             client.fail(number, ErrorCode.UNUSABLE, text)
 

@@ -295,6 +295,11 @@ class QuorumStore(GuardedStore):
         self._require_usable()
         await self._requests.ask(lambda id: Administer(id, action, node, address))  # noqa: A006
 
+    async def check_administrator(self) -> None:
+        """Raise `StoreUnusable` unless this client may change members. A node checks the role of
+        its client before it looks at the request, and the removal of no node has no effect."""
+        await self.administer("remove", "")
+
     async def backup(self, take: Callable[[BackupChunk], None]) -> None:
         """Read the whole state as of one instant. If the connection fails, it begins again with a
         chunk that has an origin."""
