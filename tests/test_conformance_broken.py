@@ -360,6 +360,33 @@ class DeletesTwice(MemoryServer):
         return True
 
 
+class Begins(MemoryStore):
+    """Begins deletions, and says that they are done when all of them are."""
+
+    checks_versions = True
+
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[None]:
+        async def delete() -> None:
+            for entry in entries:
+                version = entry.version if self.checks_versions else None
+                await self.delete(entry.key, if_version=version)
+
+        return asyncio.ensure_future(delete())
+
+
+@caught_by("deletions_that_are_begun")
+class BeginsToDeleteBlindly(Begins):
+    checks_versions = False
+
+
+@caught_by("deletions_that_are_begun")
+class BeginsAndSaysSoOnly(MemoryStore):
+    def begin_deletion(self, entries: Sequence[Entry]) -> asyncio.Future[None]:
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        begun.set_result(None)
+        return begun
+
+
 @caught_by("a_line_is_ordered_by_rank_then_by_arrival", "a_late_higher_rank_goes_ahead")
 class IgnoresRank(MemoryServer):
     def enqueue(self, line: str, value: bytes, lease: str, rank: int = 0) -> Entry:

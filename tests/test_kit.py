@@ -221,6 +221,25 @@ async def test_every_caller_of_a_batch_gets_an_outcome(
     assert all(isinstance(outcome, expected) for outcome in outcomes)
 
 
+async def test_requests_that_are_begun_are_sent_without_a_caller_that_waits() -> None:
+    calls = Calls(in_flight=2)
+    begun = calls.batches.begin([1, 2])
+    await turns()
+    assert calls.sent == [[1, 2]]
+    given_up = calls.batches.begin([3, 4])
+    await turns()
+    given_up.cancel()
+    await turns()
+    assert calls.ends[1].cancelled()
+    calls.ends[0].set_result([10, StoreUnavailable("no")])
+    with pytest.raises(StoreUnavailable):
+        await begun
+    assert await calls.batches.begin([]) == []
+    (alone,) = await calls.ask(5)
+    calls.ends[2].set_result([50])
+    assert await alone == 50
+
+
 async def test_requests_in_flight_fail_when_batches_are_closed() -> None:
     calls = Calls()
     asked = [asyncio.ensure_future(calls.batches.ask(1))]

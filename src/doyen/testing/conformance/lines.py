@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from doyen.errors import LeaseGone, TicketGone
+from doyen.errors import LeaseGone, StoreError, TicketGone
 from doyen.model import leader_key, line_key, order_key
 from doyen.testing.conformance.harness import StoreHarness, leased, listed, promise, put
 
@@ -204,3 +204,29 @@ class LineConformance:
         assert {deleted[0], deleted[4]} == {True, False}
         await h.shows(store, record.key, None)
         assert not await store.list(line_key(name))
+
+    @promise
+    async def test_deletions_that_are_begun(self, h: StoreHarness) -> None:
+        """What a store can begin to delete before the caller waits is deleted by its version."""
+        store, lease = await leased(h)
+        name = h.name()
+        record = (await store.create(leader_key(name), b"r", lease)).entry
+        ticket = await store.enqueue(line_key(name), b"t", lease)
+        if store.begin_deletion([]) is None:
+            return
+        updated = await store.update(record, b"u")
+        assert updated is not None
+        begun = store.begin_deletion([record, ticket])
+        assert begun is not None
+        await begun
+        await h.shows(store, record.key, b"u")
+        assert not await store.list(line_key(name))
+        for _ in range(2):  # it is no error if they are gone
+            begun = store.begin_deletion([updated, ticket])
+            assert begun is not None
+            await begun
+            await h.shows(store, record.key, None)
+        await store.close()
+        if (begun := store.begin_deletion([updated])) is not None:
+            with pytest.raises(StoreError):
+                await begun
