@@ -311,6 +311,21 @@ async def test_preemption_waits_for_the_cooldown_and_does_not_flap(place: Place)
 
 
 @virtual
+async def test_a_candidate_that_leaves_takes_its_order_with_it(place: Place) -> None:
+    """Also from a store that can begin to delete its ticket at once."""
+    for session in (await place.open(), await place.open(Faults())):
+        (leader,) = await lined_up(place, "a", slow_s=TTL_S)
+        favourite = Candidate(session, "b", priority=5, preempt=True, cooldown_s=0)
+        await until(lambda: place.server.get(order_key("e")) is not None)
+        left_at = now()
+        await favourite.stop()
+        await until(lambda: place.server.get(order_key("e")) is None)
+        assert now() - left_at < TTL_S / 4
+        await leader.stop()
+        await until(lambda: not place.line())
+
+
+@virtual
 async def test_an_unstable_favourite_is_held_back_by_the_cooldown(place: Place) -> None:
     """A candidate of high priority that keeps losing its lease does not take the others down with
     it: each of them leads for the cooldown at least."""
