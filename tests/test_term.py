@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -13,6 +17,7 @@ import pytest
 from doyen import LeadershipLost, Term, TermState
 from doyen import term as term_module
 from doyen.events.telemetry import Telemetry
+from doyen.lease import keepalive as keepalive_module
 from doyen.lease.clock import VirtualClock
 from doyen.lease.keepalive import NEVER, Keepalive
 from doyen.lease.timing import Timing
@@ -21,7 +26,9 @@ from doyen.testing import run_virtual
 from support import STOP_BUDGET_S, TTL_S, VALID_S
 
 
-def keepalive_and_term(clock: VirtualClock) -> tuple[Keepalive, Term]:
+def keepalive_and_term(
+    clock: VirtualClock, stall_after_s: float | None = None
+) -> tuple[Keepalive, Term]:
     keepalive = Keepalive(
         cast(Any, None),
         Lease("lease-1", TTL_S),
@@ -31,6 +38,7 @@ def keepalive_and_term(clock: VirtualClock) -> tuple[Keepalive, Term]:
         sent_at=clock.now(),
         spread=random.Random(0),
         post=lambda call: call(),
+        stall_after_s=stall_after_s,
     )
     term = Term(election="e", name="a", meta={}, token=7, keepalive=keepalive, clock=clock)
     return keepalive, term
@@ -55,21 +63,136 @@ def test_valid_is_two_numbers_compared() -> None:
     assert term.remaining_s == 0
 
 
-def test_reading_takes_no_lock() -> None:
-    """Whoever holds the locks, stuck or dead: `valid` still answers."""
-    clock = VirtualClock()
-    keepalive, term = keepalive_and_term(clock)
-    answers: list[object] = []
+FILES = (term_module.__file__, keepalive_module.__file__)
 
-    def read() -> None:
-        answers.extend([term.valid, term.state, term.remaining_s, repr(term)])
-        term.check()
 
-    with keepalive._lock, term_module._latch:
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(10)
-    assert answers[:2] == [True, TermState.LEADER]
+def interrupted(call: Callable[[], object], line: int, act: Callable[[], None]) -> bool:
+    """Make a call, and act before the given line of doyen that it executes, as the handler of a
+    signal does. False if it executes fewer lines."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                act()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+CALLS: dict[str, Callable[[Keepalive, Term], object]] = {
+    "valid": lambda keepalive, term: term.valid,
+    "check": lambda keepalive, term: term.check(),
+    "beat": lambda keepalive, term: term.beat(),
+    "wait_lost": lambda keepalive, term: term.wait_lost(0),
+    "on_end": lambda keepalive, term: term.on_end(lambda: None),
+    "renewal": lambda keepalive, term: keepalive._confirm(keepalive._clock.now()),
+    "bind": lambda keepalive, term: keepalive.bind(term),
+    "conclude": lambda keepalive, term: term._conclude(),
+    "lose": lambda keepalive, term: keepalive.lose("lost"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_does_not_hold_up_another_thread(name: str) -> None:
+    """The handler of a signal may run between any two lines of the main thread, and wait for
+    doyen's thread, which ends the lease meanwhile."""
+    line = 0
+    there = True
+    while there:
+        line += 1
+        keepalive, term = keepalive_and_term(VirtualClock(), stall_after_s=TTL_S)
+        keepalive.bind(term)
+
+        def end(keepalive: Keepalive = keepalive, term: Term = term) -> None:
+            other = threading.Thread(target=keepalive.lose, args=("gone",), daemon=True)
+            other.start()
+            other.join(10)
+            assert not other.is_alive()
+            assert not term.valid
+
+        with suppress(LeadershipLost):
+            there = interrupted(partial(CALLS[name], keepalive, term), line, end)
+        if there:
+            assert not term.valid
+            assert keepalive.valid_until == NEVER
+    assert line > 1
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("name", [*CALLS.keys() - {"lose"}])
+def test_after_an_exception_in_the_middle_of_a_call_the_end_is_still_told(name: str) -> None:
+    """`lose` runs on threads of doyen, which no handler interrupts."""
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    line = 0
+    there = True
+    while there:
+        line += 1
+        keepalive, term = keepalive_and_term(VirtualClock(), stall_after_s=TTL_S)
+        keepalive.bind(term)
+        told: list[str] = []
+        term.on_end(lambda told=told: told.append("body"))  # type: ignore[misc]
+        keepalive.on_loss("owner", lambda told=told: told.append("owner"))  # type: ignore[misc]
+        try:
+            there = interrupted(partial(CALLS[name], keepalive, term), line, interrupt)
+        except Interrupt:
+            there = True
+        except LeadershipLost:
+            there = False
+        keepalive.lose("gone")
+        # A body that was left needs not be told.
+        assert {*told} >= ({"owner"} if name == "conclude" else {"body", "owner"})
+        assert len(told) == len({*told})
+        assert not term.valid
+    assert line > 1
+
+
+@pytest.mark.parametrize("name", ["renewal", "beat"])
+def test_what_another_thread_has_seen_invalid_is_not_revived_by_what_is_under_way(
+    name: str,
+) -> None:
+    """The thread that moves the deadline is pre-empted between two lines, and the deadline
+    passes."""
+    line = 0
+    there = True
+    while there:
+        line += 1
+        seen: list[bool] = []
+        clock = VirtualClock()
+        keepalive, term = keepalive_and_term(clock, stall_after_s=TTL_S / 2)
+        keepalive.bind(term)
+        keepalive.progress()
+        other = Term(election="f", name="a", meta={}, token=8, keepalive=keepalive, clock=clock)
+        keepalive.bind(other)
+        clock.advance(term.remaining_s - 1e-6)
+
+        def pass_deadline(
+            clock: VirtualClock = clock, term: Term = term, seen: list[bool] = seen
+        ) -> None:
+            clock.advance(2e-6)
+            seen.append(term.valid)
+
+        there = interrupted(partial(CALLS[name], keepalive, term), line, pass_deadline)
+        if seen == [False]:
+            assert not term.valid
+            assert term.state is TermState.LOST
+    assert line > 1
 
 
 def test_renewals_move_the_deadline_and_suspension_counts() -> None:
@@ -120,8 +243,9 @@ def test_check() -> None:
     with pytest.raises(LeadershipLost, match=r"for certain for 4\.970 s more, less than the 5 s"):
         term.check(for_s=5)
     clock.advance(TTL_S)
-    with pytest.raises(LeadershipLost, match=r"\(token 7\): its deadline has passed"):
+    with pytest.raises(LeadershipLost, match=r"\(token 7\): no renewal was confirmed in time"):
         term.check()
+    _, term = keepalive_and_term(clock)
     term._lose("of a reason")
     with pytest.raises(LeadershipLost, match="of a reason"):
         term.check()

@@ -2,9 +2,10 @@
 
 `valid` compares two numbers: no I/O, no lock, any thread. It turns false at the deadline by
 itself, whatever else in the process is stuck. A term that has ended, for whatever reason, never
-becomes valid again.
+becomes valid again: whoever finds that its deadline has passed ends it.
 
-`_lose` and `_conclude` end a term. They are for `doyen.election` and the sessions.
+`_lose` and `_conclude` end a term. They are for `doyen.election` and the sessions. As in
+`doyen.lease.keepalive` there are no locks: of several ends the first that is appended counts.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Protocol
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 from doyen._waiting import LoopEvent
 from doyen.errors import LeadershipLost
 from doyen.events.log_lines import log_line
 from doyen.lease.clock import Clock
-from doyen.lease.keepalive import NEVER, Keepalive
+from doyen.lease.keepalive import NEVER, NO_DEADLINE, Deadline, Keepalive
 from doyen.model import HAS, Kind, Meta, described
 
 __all__ = ["Term", "TermState"]
@@ -38,16 +40,13 @@ class TermState(enum.Enum):
     """The body ended first."""
 
 
-_ENDED = SimpleNamespace(valid_until=NEVER)
-"""Replaces the keepalive of a term that is over."""
-_latch = threading.Lock()
 log = logging.getLogger("doyen")
 
 
-def forked() -> None:
-    """In the child of a fork: a thread that no longer exists may have held the latch."""
-    global _latch
-    _latch = threading.Lock()
+class _End(NamedTuple):
+    state: TermState
+    reason: str
+    ended_at: float
 
 
 class Publisher(Protocol):
@@ -69,8 +68,8 @@ class Term:
     """
 
     __slots__ = (
-        *("__weakref__", "_deadline", "_keepalive", "_kind", "_listeners", "_now", "_publisher"),
-        *("_state", "election", "ended_at", "meta", "name", "reason", "slot", "token"),
+        *("__weakref__", "_deadline", "_ends", "_keepalive", "_kind", "_listeners", "_now"),
+        *("_publisher", "election", "meta", "name", "slot", "token"),
     )
 
     def __init__(
@@ -95,14 +94,11 @@ class Term:
         self.meta = meta
         self.token = token
         self._keepalive = keepalive
-        self._deadline: Keepalive | SimpleNamespace = keepalive
+        self._deadline: Deadline = keepalive.deadline
         self._now = clock.now
         self._publisher = publisher
-        self._state: TermState | None = None
-        self.reason = ""
-        """Why the term is over; empty until then."""
-        self.ended_at = NEVER
-        """When the term stopped being valid, on the boot-time clock."""
+        self._ends: deque[_End] = deque()
+        """The first one counts."""
         self._listeners: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
@@ -113,7 +109,11 @@ class Term:
     @property
     def valid(self) -> bool:
         """Whether this process may rely on being the leader. Any thread, never blocks."""
-        return self._now() < self._deadline.valid_until
+        if self._now() < self._deadline.valid_until:
+            return True
+        if not self._ends:
+            self._expire()
+        return False
 
     @property
     def valid_until(self) -> float:
@@ -123,7 +123,7 @@ class Term:
     @property
     def remaining_s(self) -> float:
         """Seconds to the deadline if no further renewal is confirmed; 0 once over."""
-        return max(0.0, self._deadline.valid_until - self._now())
+        return max(0.0, self._deadline.valid_until - self._now()) if self.valid else 0.0
 
     @property
     def stop_budget_s(self) -> float:
@@ -133,17 +133,27 @@ class Term:
     @property
     def state(self) -> TermState:
         """leader, unsure, lost or ended."""
-        if self._state is not None:
-            return self._state
+        if self._ends:
+            return self._ends[0].state
         if not self.valid:
             return TermState.LOST
         return TermState.UNSURE if self._keepalive.unsure else TermState.LEADER
 
+    @property
+    def reason(self) -> str:
+        """Why the term is over; empty until then."""
+        return self._ends[0].reason if self._ends else ""
+
+    @property
+    def ended_at(self) -> float:
+        """When the term stopped being valid, on the boot-time clock."""
+        return self._ends[0].ended_at if self._ends else NEVER
+
     def check(self, for_s: float = 0.0) -> None:
         """Raise `LeadershipLost` unless the term is valid, and stays so for `for_s` at least."""
-        remaining = self._deadline.valid_until - self._now()
-        if remaining <= 0:
+        if not self.valid:
             raise self.loss()
+        remaining = self.remaining_s
         if remaining < for_s:
             raise LeadershipLost(
                 f"{self.name!r} {self._what} for certain for {remaining:.3f} s more,"
@@ -162,12 +172,15 @@ class Term:
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Block until the term is over; False if `timeout_s` passed first."""
-        over = threading.Event()
-        self.on_end(over.set)
+        # No `threading.Event`: it has a lock that this thread may hold when the handler of a signal
+        # interrupts it.
+        woken = threading.Lock()
+        woken.acquire()
+        self.on_end(woken.release)
         try:
-            return over.wait(timeout_s)
+            return woken.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
         finally:
-            self._forget(over.set)
+            self._forget(woken.release)
 
     def beat(self) -> None:
         """Report that the work makes progress. Any thread, cheap.
@@ -241,21 +254,33 @@ class Term:
 
     def on_end(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when the term is over, on any thread; at once if it is."""
-        with _latch:
-            # In the child of a fork no thread would call it.
-            if self._state is None and not self._keepalive.in_child:
-                self._listeners.append(listener)
+        if not self._keepalive.in_child:  # there no thread would call it
+            self._listeners.append(listener)
+            if not self._ends or not self._forget(listener):
                 return
         listener()
 
-    def _forget(self, listener: Callable[[], None]) -> None:
-        with _latch:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+    def _forget(self, listener: Callable[[], None]) -> bool:
+        """Do not call this any more. False if it was called, or is about to be."""
+        try:
+            self._listeners.remove(listener)
+        except ValueError:
+            return False
+        return True
 
     def _lose(self, reason: str) -> None:
         """End the term before its body. Any thread; does nothing if it is over already."""
         self._end(TermState.LOST, reason, self._validity_end(self._now()))
+
+    def _expire(self) -> None:
+        """The deadline was found to have passed. Before anybody acts on that, the term is over, or
+        a renewal that is being confirmed on another thread could make it valid again. Listeners are
+        called on doyen's thread."""
+        if not self._keepalive.in_child:
+            self._keepalive.expire()
+            because = self._keepalive.lost_because or "its deadline has passed"
+            self._mark(TermState.LOST, because, self._validity_end(self._now()))
+            self._keepalive.post(self._tell)
 
     def _conclude(self) -> bool:
         """End the term because its body has ended. True if it was valid at that instant.
@@ -268,7 +293,7 @@ class Term:
         else:
             reason = self._keepalive.lost_because or "its deadline has passed"
             self._end(TermState.LOST, reason, self._validity_end(now))
-        return self._state is TermState.ENDED
+        return self._ends[0].state is TermState.ENDED
 
     def _validity_end(self, now: float) -> float:
         """When the validity ended, if the end is noticed `now`. A process that was paused notices
@@ -277,17 +302,23 @@ class Term:
         return min(now, self._keepalive.ended_at if deadline == NEVER else deadline)
 
     def _end(self, state: TermState, reason: str, ended_at: float) -> None:
-        with _latch:
-            if self._state is not None:
-                return
-            self._state = state
-            self.reason = reason
-            self.ended_at = ended_at
-            self._deadline = _ENDED
-            listeners, self._listeners = self._listeners, []
+        self._mark(state, reason, ended_at)
+        self._tell()
+
+    def _mark(self, state: TermState, reason: str, ended_at: float) -> None:
+        if not self._ends:
+            self._ends.append(_End(state, reason, ended_at))
+        self._deadline = NO_DEADLINE
+
+    def _tell(self) -> None:
+        """Call each listener once."""
         # In reverse order: the last listener ends the body, which must not wait for the others.
-        for listener in reversed(listeners):
-            try:
-                listener()
-            except Exception:
-                log.exception("%s", log_line(event="listener_failed", on="end of term", term=self))
+        while self._listeners:
+            with suppress(IndexError):  # another thread has taken it
+                self._call(self._listeners.pop())
+
+    def _call(self, listener: Callable[[], None]) -> None:
+        try:
+            listener()
+        except Exception:
+            log.exception("%s", log_line(event="listener_failed", on="end of term", term=self))

@@ -7,13 +7,17 @@ doyen's loop. Invariants:
   confirmed. A request without a response moves nothing.
 - A keepalive that is lost stays lost: `valid_until` is −∞ from then on, and a confirmation that
   comes later is ignored. A session that goes on gets a new keepalive on a new lease.
+- Whoever finds that the deadline has passed declares the lease lost before acting on it, so what
+  was once found to have expired is not extended by a confirmation that is under way.
 - Renewals are retried until the deadline. They never stop without a report.
 - With `stall_after_s`, the deadline is also never later than that after the last progress that
   the work reported. Such a keepalive serves one campaign, so that its stall ends nothing else.
 
-`valid_until` is read without a lock, from any thread: `term.valid` compares it with the clock. It
-is written under the lock, so that a late confirmation cannot revive a lease that the watchdog has
-just declared lost.
+There are no locks. The handler of a signal may interrupt the main thread anywhere, and wait for
+doyen's loop, or never return: the loop and the watchdog must not wait for what that thread holds.
+Instead, the first loss that is appended counts, and the deadline is an object that is replaced with
+the loss: a confirmation that is being processed at this moment moves the deadline of the object
+before it, which nobody reads any more.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ import logging
 import math
 import os
 import random
-import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from doyen.errors import LeaseGone
 from doyen.events import Granted, LeaseLost, Renewed, Unsure
@@ -39,11 +43,31 @@ from doyen.model import Lease
 from doyen.stores.port import Store
 from doyen.warden.warding import NoWarden, Warding
 
-__all__ = ["NEVER", "Keepalive"]
+__all__ = ["NEVER", "NO_DEADLINE", "Deadline", "Keepalive"]
 
 NEVER = float("-inf")
 _SHORTEST_RETRY_S = 0.001
 log = logging.getLogger("doyen")
+
+
+class Deadline:
+    """Until when something is valid, on the boot-time clock. `term.valid` compares this number with
+    the clock."""
+
+    __slots__ = ("valid_until",)
+
+    def __init__(self, valid_until: float) -> None:
+        self.valid_until = valid_until
+
+
+NO_DEADLINE = Deadline(NEVER)
+"""That of what is over."""
+
+
+class _Loss(NamedTuple):
+    reason: str
+    planned: bool
+    ended_at: float
 
 
 class BoundTerm(Protocol):
@@ -70,42 +94,55 @@ class LeaseValidity:
         self._stall_after_s = math.inf if stall_after_s is None else stall_after_s
         self._progress_at = math.inf
         self._confirmed_from = sent_at
-        self.valid_until = timing.valid_until(sent_at)
-        self.lost_because: str | None = None
-        self.loss_planned = False
-        """It was lost because this process gave it up."""
+        self.deadline = Deadline(timing.valid_until(sent_at))
+        self._losses: deque[_Loss] = deque()
+        """The first one counts."""
+        self._unreported = deque([None])
+        """Empty once the loss is being reported."""
         self.in_child = False
         """This process is the child of a fork, and the lease is its parent's."""
-        self.ended_at = math.inf
-        """When validity ended, once it has."""
         self._clock = clock
         self._telemetry = telemetry
-        self._post = post
-        self._lock = threading.Lock()
+        self.post = post
         self._terms: dict[object, BoundTerm] = {}
         self._listeners: dict[object, Callable[[], None]] = {}
 
+    @property
+    def valid_until(self) -> float:
+        """The deadline; −∞ once the lease is lost."""
+        return self.deadline.valid_until
+
+    @property
+    def lost_because(self) -> str | None:
+        """Why the lease is lost, once it is."""
+        return self._losses[0].reason if self._losses else None
+
+    @property
+    def loss_planned(self) -> bool:
+        """It was lost because this process gave it up."""
+        return bool(self._losses) and self._losses[0].planned
+
+    @property
+    def ended_at(self) -> float:
+        """When validity ended, once it has."""
+        return self._losses[0].ended_at if self._losses else math.inf
+
     def bind(self, term: BoundTerm) -> None:
         """Have `term` end with the lease, on the thread that declares it lost; at once if it is."""
-        with self._lock:
-            if self.lost_because is None:
-                self._terms[term] = term
-                return
-        term._lose(self.lost_because)
+        self._terms[term] = term
+        if self._losses and self._terms.pop(term, None) is not None:
+            term._lose(self._losses[0].reason)
 
     def on_loss(self, owner: object, listener: Callable[[], None]) -> None:
         """Have `listener` called on doyen's loop once the lease is lost."""
-        with self._lock:
-            if self.lost_because is None:
-                self._listeners[owner] = listener
-                return
-        self._post(listener)
+        self._listeners[owner] = listener
+        if self._losses and self._listeners.pop(owner, None) is not None:
+            self.post(listener)
 
     def forget(self, owner: object) -> None:
         """Undo what `bind` or `on_loss` did for `owner`."""
-        with self._lock:
-            self._terms.pop(owner, None)
-            self._listeners.pop(owner, None)
+        self._terms.pop(owner, None)
+        self._listeners.pop(owner, None)
 
     @property
     def depended_on(self) -> bool:
@@ -116,80 +153,113 @@ class LeaseValidity:
         and it never turns true again."""
         if self.lose_if_expired():
             return False
-        with self._lock:
-            if self.lost_because is None:
-                self._confirmed_from = confirmed_from
-                self.valid_until = self._deadline()
-            return self.lost_because is None
+        self._confirmed_from = confirmed_from
+        return self._move_deadline()
 
     def _deadline(self) -> float:
         return min(
             self.timing.valid_until(self._confirmed_from), self._progress_at + self._stall_after_s
         )
 
+    def _move_deadline(self) -> bool:
+        """Set the deadline that follows from confirmations and progress. False if the lease is
+        lost."""
+        deadline = self.deadline
+        if deadline is NO_DEADLINE:
+            return False
+        while deadline.valid_until != (until := self._deadline()):
+            deadline.valid_until = until  # another thread may report progress meanwhile
+        if self._losses:
+            deadline.valid_until = NEVER
+        return not self._losses
+
     def progress(self) -> None:
         """The work has made progress: its next report is due within `stall_after_s`."""
         if self._stall_after_s == math.inf or self.lose_if_expired():
             return
-        with self._lock:
-            if self.lost_because is None:
-                self._progress_at = self._clock.now()
-                self.valid_until = self._deadline()
+        self._progress_at = self._clock.now()
+        self._move_deadline()
 
     def lose_if_expired(self) -> bool:
         """Declare the lease lost if its deadline has passed."""
-        if self._clock.now() < self.valid_until:
+        if self._clock.now() < self.deadline.valid_until:
             return False
-        if self._clock.now() >= self._progress_at + self._stall_after_s:
-            reason = stalled(self._stall_after_s)
-        else:
-            reason = EXPIRED
-        self.lose(reason, only_if_expired=True)
-        return self.lost_because is not None
+        self.lose(self._expired_because(), only_if_expired=True)
+        return bool(self._losses)
+
+    def expire(self) -> None:
+        """As `lose_if_expired`, but what depends on the lease is told on doyen's loop."""
+        if self._mark_lost(self._expired_because(), only_if_expired=True):
+            self.post(self._tell)
+
+    def _expired_because(self) -> str:
+        stall_at = self._progress_at + self._stall_after_s
+        return stalled(self._stall_after_s) if self._clock.now() >= stall_at else EXPIRED
 
     def lose(self, reason: str, *, only_if_expired: bool = False, planned: bool = False) -> None:
         """Declare the lease lost, once. `planned`: this process gives it up by itself, which is no
         reason for a warning."""
-        with self._lock:
-            now = self._clock.now()
-            if self.lost_because is not None or (only_if_expired and now < self.valid_until):
-                return
-            ended_at = min(now, self.valid_until)
-            self.lost_because = reason
-            self.loss_planned = planned
-            self.ended_at = ended_at
-            self.valid_until = NEVER
-            terms, self._terms = self._terms, {}
-            listeners, self._listeners = self._listeners, {}
+        if self._mark_lost(reason, only_if_expired=only_if_expired, planned=planned):
+            self._tell()
+
+    def _mark_lost(
+        self, reason: str, *, only_if_expired: bool = False, planned: bool = False
+    ) -> bool:
+        """End the validity. True if the lease is lost."""
+        now, deadline = self._clock.now(), self.deadline
+        if not self._losses:
+            if only_if_expired and now < deadline.valid_until:
+                return False
+            self._losses.append(_Loss(reason, planned, min(now, deadline.valid_until)))
+        self.deadline = NO_DEADLINE
+        if deadline is not NO_DEADLINE:
+            deadline.valid_until = NEVER
+        return True
+
+    def _tell(self) -> None:
+        """Tell what depends on the lease that it is lost, each once."""
         # Bodies are told first. The other listeners wake doyen's thread, which would compete with
         # theirs for the interpreter.
-        for term in terms.values():
-            term._lose(reason)
-        event = LeaseLost(lease=self.lease.id, reason=reason, ended_at=ended_at)
+        for owner in [*self._terms]:
+            if (term := self._terms.pop(owner, None)) is not None:
+                term._lose(self._losses[0].reason)
+        if self._unreported:
+            try:
+                self._unreported.pop()
+            except IndexError:
+                return  # another thread reports it
+            self._report()
+
+    def _report(self) -> None:
+        loss = self._losses[0]
+        listeners = [self._listeners.pop(owner, None) for owner in [*self._listeners]]
+        event = LeaseLost(lease=self.lease.id, reason=loss.reason, ended_at=loss.ended_at)
 
         def report() -> None:
-            for listener in listeners.values():
-                listener()
-            self._telemetry.emit(event, planned=planned)
+            for listener in listeners:
+                if listener is not None:
+                    listener()
+            self._telemetry.emit(event, planned=loss.planned)
 
-        self._post(report)
+        self.post(report)
 
     def stop(self) -> None:
         """End the validity, without events or listeners: nothing depends on it any more."""
-        with self._lock:
-            self.lost_because = self.lost_because or "the session was closed"
-            self.ended_at = min(self.ended_at, self._clock.now())
-            self.valid_until = NEVER
-            self._terms.clear()
-            self._listeners.clear()
+        self._unreported.clear()
+        self._terms.clear()
+        self._listeners.clear()
+        self._mark_lost("the session was closed")
 
     def forked(self) -> None:
-        """In the child of a fork: the lease belongs to the parent. Takes no lock, because a
-        thread that does not exist in the child may have held it."""
-        self.ended_at = min(self.ended_at, self._clock.now())
-        self.valid_until = NEVER
-        self.lost_because = "the lease belongs to the parent process"
+        """In the child of a fork: the lease belongs to the parent."""
         self.in_child = True
+        self._losses.appendleft(
+            _Loss("the lease belongs to the parent process", False, self._clock.now())
+        )
+        self._unreported.clear()
+        self._terms.clear()
+        self._listeners.clear()
+        self._mark_lost("")
 
 
 class SupervisedRuns:
@@ -197,8 +267,8 @@ class SupervisedRuns:
     which has not ended before them, whatever becomes of this process."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._running: dict[object, int] = {}
-        self._lock = threading.Lock()
+        self._running: list[object] = []
+        """The term of each run."""
         self._post = post
         self._ended = asyncio.Event()
 
@@ -210,15 +280,11 @@ class SupervisedRuns:
 
     def begin(self, term: object) -> None:
         """Processes are about to be started for a term. Any thread."""
-        with self._lock:
-            self._running[term] = self._running.get(term, 0) + 1
+        self._running.append(term)
 
     def end(self, term: object) -> None:
         """The processes of a run are gone. Any thread."""
-        with self._lock:
-            left = self._running.pop(term) - 1
-            if left:
-                self._running[term] = left
+        self._running.remove(term)
         self._post(self._ended.set)
 
     async def wait_for_end(self, term: object) -> None:
@@ -265,12 +331,10 @@ class Keepalive(LeaseValidity):
         """Have `listener` called with the new deadline after each renewal, on doyen's loop.
         Returns a function that removes the listener."""
         mine = object()
-        with self._lock:
-            self._renewal_listeners[mine] = listener
+        self._renewal_listeners[mine] = listener
 
         def forget() -> None:
-            with self._lock:
-                self._renewal_listeners.pop(mine, None)
+            self._renewal_listeners.pop(mine, None)
 
         return forget
 
@@ -331,9 +395,7 @@ class Keepalive(LeaseValidity):
         self._telemetry.emit(
             Renewed(lease=self.lease.id, valid_until=self.valid_until, took_s=took_s)
         )
-        with self._lock:
-            listeners = list(self._renewal_listeners.values())
-        for listener in listeners:
+        for listener in [*self._renewal_listeners.values()]:
             try:
                 listener(self.valid_until)
             except Exception:

@@ -44,7 +44,6 @@ from typing import Any
 from doyen.election.candidate import Candidacy
 from doyen.election.core import SessionCore
 from doyen.lease.runtime import ThreadRuntime
-from doyen.term import forked as term_forked
 
 __all__ = ["body_begins", "body_ended", "ends_process", "release_aside", "track", "untrack"]
 
@@ -289,7 +288,6 @@ def _after_fork_in_child() -> None:
     global _terminated, _aside
     _terminated, _aside = False, None
     ThreadRuntime.forked()
-    term_forked()
     _restore_default()
     cores = list(_sessions)
     _kept_after_fork.extend(cores)
