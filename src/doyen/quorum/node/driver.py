@@ -35,6 +35,7 @@ from doyen.quorum.consensus.core import (
     SnapshotReceived,
     SnapshotSent,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.admin import Administration
@@ -131,7 +132,8 @@ class Driver:
         self.on_applied(self._applied)
         pump.carry_out |= {
             RoleChanged: self._role_changed,
-            ProposalRefused: self._refused,
+            ProposalRefused: self.proposals.refused,
+            TransferRefused: self._transfer_refused,
             TransferFailed: self._transfer_failed,
             SendSnapshot: self._send_snapshot,
         }
@@ -319,9 +321,9 @@ class Driver:
             for callback in self._role_observers:
                 call_safely(callback, change.role, change.generation, change.leader)
 
-    def _refused(self, effect: ProposalRefused) -> None:
-        if not self.proposals.refused(effect.reason):
-            self.admin.transferred(effect.reason)
+    def _transfer_refused(self, effect: TransferRefused) -> None:
+        if not self.admin.transfer_refused(effect):
+            self.disk_space.transfer_failed()
 
     def _transfer_failed(self, effect: TransferFailed) -> None:
         self.disk_space.transfer_failed()
