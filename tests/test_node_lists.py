@@ -61,6 +61,10 @@ class Client:
         self.received: list[Response] = []
         self.connection, self.send = self, self.received.append
         self.lists = 0
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
 
     async def drain(self) -> None:
         pass
@@ -265,6 +269,22 @@ def test_clients_that_wait_share_the_turns_of_the_loop(monkeypatch: pytest.Monke
     assert all(len(client.received) == 1 for client in clients)
     assert max(turns) <= lists.BLOCKS
     assert len(turns) <= many // lists.BLOCKS + 3
+
+
+def test_a_client_whose_read_fails_when_its_turn_comes_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, callback_failures: list[str]
+) -> None:
+    """Otherwise neither that read nor any later one of this client would ever be answered."""
+    monkeypatch.setattr(lists, "BLOCKS", 4)
+    turns = looked_at(monkeypatch)
+    keyspace, (first, _) = waiting_line()
+    scan = keyspace.scan
+    monkeypatch.setattr(keyspace, "scan", lambda line: scan(line) if line == "line" else 1 / 0)
+    some = [Head(1, "line")], [Head(1, "broken")], [Head(1, "line")]
+    clients = asyncio.run(read(keyspace, turns, *some))
+    assert [client.aborted for client in clients] == [False, True, False]
+    assert clients[0].received == clients[2].received == [FoundEntry(1, first)]
+    assert callback_failures.pop().startswith("ZeroDivisionError")
 
 
 def test_all_lists_together_look_at_a_bounded_part_in_a_turn(

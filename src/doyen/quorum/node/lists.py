@@ -79,8 +79,8 @@ class Lists:
         self._resume = resume
         self._looked = 0
         """How many blocks were looked at, in this turn of the loop at least."""
-        self._waiting: deque[Callable[[], None]] = deque()
-        """What goes on in the next turns."""
+        self._waiting: deque[tuple[ServedClient, Callable[[], None]]] = deque()
+        """What goes on in the next turns, and for which client."""
         self._serving = False
         """Whether a task serves what waits."""
         self._answers: dict[type, Callable[[ServedClient, Any], None]] = {
@@ -135,19 +135,22 @@ class Lists:
 
     def _wait(self, client: ServedClient, go_on: Callable[[], None]) -> None:
         """Have this called in another turn of the loop, after what waits already."""
-        self._waiting.append(go_on)
+        self._waiting.append((client, go_on))
         if not self._serving:
             self._serving = True
             self._start(self._serve(), client)
 
     async def _serve(self) -> None:
-        """In each turn of the loop, go on with as much as `BLOCKS` allows."""
+        """In each turn of the loop, go on with as much as `BLOCKS` allows. The connection of a
+        client whose read fails ends, since the client would wait for an answer."""
         try:
             while self._waiting:
                 await asyncio.sleep(0)
                 self._looked = 0
                 while self._waiting and self._looked < BLOCKS:
-                    call_safely(self._waiting.popleft())
+                    client, go_on = self._waiting.popleft()
+                    if not call_safely(go_on):
+                        client.connection.abort()
         finally:
             self._serving = False
 
