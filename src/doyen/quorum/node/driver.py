@@ -128,7 +128,7 @@ class Driver:
         self._required = 0
         """The version of the state that peers were last required to support."""
         pump.on_membership = self._reach
-        pump.on_end.append(self._report_roles)
+        pump.on_end.append(self.report_roles)
         self.on_applied(self._applied)
         pump.carry_out |= {
             RoleChanged: self._role_changed,
@@ -237,7 +237,7 @@ class Driver:
     def observe_role(self, callback: OnRole) -> None:
         """Report every change of role, generation or leader to this, in order and a moment later,
         so that reports do not delay the election."""
-        self._report_roles()  # earlier changes are not reported to this one
+        self.report_roles()  # earlier changes are not reported to this one
         self._role_observers.append(callback)
 
     def unobserve_role(self, callback: OnRole) -> None:
@@ -312,10 +312,11 @@ class Driver:
         for callback in self._on_role:
             call_safely(callback, effect.role, effect.generation, effect.leader)
         if not self._unreported:
-            self.pump.loop.call_later(REPORT_AFTER_S, self._report_roles)
+            self.pump.loop.call_later(REPORT_AFTER_S, self.report_roles)
         self._unreported.append(effect)
 
-    def _report_roles(self) -> None:
+    def report_roles(self) -> None:
+        """Report the changes that are not reported yet."""
         while self._unreported:
             change = self._unreported.popleft()
             for callback in self._role_observers:
