@@ -130,7 +130,7 @@ def test_a_list_of_many_entries_that_wait_for_their_removal_is_read_a_piece_at_a
     served.read(client, [Scan(1, "k")])
     for call in driver.current:
         call()
-    assert looked <= 2 * lists.BLOCKS + 1
+    assert looked <= lists.BLOCKS
     assert client.received == [ListChunk(1, [], True)]
 
     async def rest() -> None:
@@ -253,7 +253,7 @@ def test_reads_of_the_same_head_share_a_search_and_clients_take_turns(
         FoundEntry(2, last),
         FoundEntry(3, first),
     ]
-    assert max(turns) <= 3 * lists.BLOCKS, "a list looks at two pieces when it begins"
+    assert max(turns) <= lists.BLOCKS
     assert sum(turns) < 6 * once
 
 
@@ -297,4 +297,4 @@ def test_all_lists_together_look_at_a_bounded_part_in_a_turn(
     for client in clients:
         chunks = [each for each in client.received if isinstance(each, ListChunk)]
         assert [entry for each in chunks for entry in each.entries] == [first, last]
-    assert max(turns) <= 4 * lists.BLOCKS, "a list looks at two pieces when it begins"
+    assert max(turns) <= lists.BLOCKS
