@@ -48,6 +48,7 @@ from doyen.quorum.consensus.core import (
     SendSnapshot,
     TransferAsked,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.raft.messages import (
     Append,
@@ -120,7 +121,7 @@ def effect(it: Effect) -> str:
             return f"read {it.token} at {it.index}"
         case ReadRefused():
             return f"read {it.token} refused"
-        case TransferFailed():
+        case TransferFailed() | TransferRefused():
             return f"no transfer: {it.reason}"
         case SendSnapshot():
             return f"stream a snapshot to {it.peer}, generation {it.generation}"

@@ -374,6 +374,39 @@ async def test_transfer_from_anywhere(world: World) -> None:
 
 
 @with_world
+async def test_a_refused_request_does_not_fail_the_transfer_under_way(world: World) -> None:
+    (leader,) = world.leaders()
+    successor, down = (node for node in world.nodes if node != leader.id)
+    world.crash(down)
+    await asyncio.sleep(3.0)  # the leader has noticed
+    transfer, removal, transfer_to_nobody = await asyncio.gather(
+        leader.admin.transfer(successor),
+        leader.admin.perform("remove", leader.id),
+        leader.admin.transfer("n9"),
+        return_exceptions=True,
+    )
+    assert transfer is None
+    assert (await world.leader()).id == successor
+    assert isinstance(removal, OrderFailed), "two of the three voters were down"
+    assert isinstance(transfer_to_nobody, OrderFailed)
+    assert "n9 is not a voter" in str(transfer_to_nobody)
+
+
+@with_world
+async def test_of_two_transfers_the_later_one_counts(world: World) -> None:
+    (leader,) = world.leaders()
+    first, second = (node for node in world.nodes if node != leader.id)
+    replaced, carried_out = await asyncio.gather(
+        leader.admin.transfer(first), leader.admin.transfer(second), return_exceptions=True
+    )
+    leads = (await world.leader()).id
+    assert leads in (first, second)
+    for to, outcome in ((first, replaced), (second, carried_out)):
+        assert (outcome is None) == (leads == to)
+        assert outcome is None or isinstance(outcome, OrderFailed)
+
+
+@with_world
 async def test_changes_of_role_are_reported_after_them_and_in_order(world: World) -> None:
     (leader,) = world.leaders()
     successor = follower_of(world)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import doyen
-from doyen.quorum.node import _ProposalBridge
+from doyen.quorum.node import NodeRole, _ProposalBridge
 from nodes import LONG_ELECTION_S, PATIENCE_S, Notes, addresses, three, until
 
 
@@ -154,6 +154,32 @@ def test_leadership_goes_where_it_is_sent(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         await nodes.stop(follower.id)
         await watching
+
+    with_three(tmp_path, work)
+
+
+def test_a_change_just_before_the_end_is_observed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes are reported a moment later, here after the node is closed."""
+    monkeypatch.setattr("doyen.quorum.node.driver.REPORT_AFTER_S", 60.0)
+
+    async def work(nodes: Trio) -> None:
+        follower = await nodes.follower()
+        last: NodeRole | None = None
+
+        async def watch() -> None:
+            nonlocal last
+            async for standing in follower.observe():
+                last = standing
+
+        watching = asyncio.create_task(watch())
+        await until(lambda: last is not None)
+        await follower.transfer(follower.id)
+        await nodes.stop(follower.id)
+        await watching
+        assert last is not None
+        assert last.leader == follower.id
 
     with_three(tmp_path, work)
 

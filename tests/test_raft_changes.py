@@ -20,8 +20,10 @@ from doyen.quorum.consensus.core import (
     Propose,
     Recovered,
     Role,
+    Send,
     TransferAsked,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.raft import Raft
 from doyen.quorum.consensus.raft.messages import (
@@ -66,14 +68,28 @@ def test_another_successor_replaces_the_first() -> None:
     core = leading()
     core.handle(TransferAsked("b"), 2.0)
     assert core.handle(TransferAsked("b"), 2.0) == []
-    effects = core.handle(TransferAsked("c"), 2.0)
-    assert isinstance(effects[0], TransferFailed)
-    assert sends(effects, TimeoutNow)[0].peer == "c"
+    (order,) = core.handle(TransferAsked("c"), 2.0)
+    assert isinstance(order, Send)
+    assert order.peer == "c"
+    assert isinstance(order.message, TimeoutNow)
 
 
-def test_transfer_without_another_candidate_fails() -> None:
+def test_a_transfer_that_is_refused_leaves_the_one_under_way() -> None:
+    core = leading()
+    core.handle(TransferAsked("b"), 2.0)
+    for token, to in enumerate(("z", "a")):
+        (refused,) = core.handle(TransferAsked(to, (), None, token), 2.0)
+        assert isinstance(refused, TransferRefused)
+        assert refused.token == token
+    (refused,) = core.handle(TransferAsked("", ("b", "c")), 2.0)
+    assert isinstance(refused, TransferRefused)
+    assert core._successor == "b"
+    assert isinstance(core.handle(Disconnected("b"), 2.0)[0], TransferFailed)
+
+
+def test_transfer_without_another_candidate_is_refused() -> None:
     core = leading(Membership(("a",), ("d",)))
-    assert isinstance(core.handle(TransferAsked(), 2.0)[0], TransferFailed)
+    assert isinstance(core.handle(TransferAsked(), 2.0)[0], TransferRefused)
 
 
 def test_a_transfer_just_after_a_check_of_the_quorum() -> None:
@@ -274,7 +290,7 @@ def test_a_leader_that_was_just_elected_does_not_hand_over_to_a_voter_it_has_not
     hear(core, VoteReply(core.generation, True), "c", now)
     write(core, now)
     assert core.role is Role.LEADING
-    assert isinstance(core.handle(TransferAsked(), now)[0], TransferFailed)
+    assert isinstance(core.handle(TransferAsked(), now)[0], TransferRefused)
     hear(core, AppendReply(core.generation, core.log.last), "c", now)
     assert sends(core.handle(TransferAsked(), now), TimeoutNow)[0].peer == "c"
 
@@ -284,8 +300,8 @@ def test_leadership_is_not_transferred_for_a_change_that_too_few_servers_could_c
     hear(core, HeartbeatReply(1, core._round), "b", core._now)
     core._peers["c"].active = core._peers["c"].lately = False
     without = Membership(("b", "c"))
-    (failed,) = core.handle(TransferAsked("", (), without), core._now)
-    assert isinstance(failed, TransferFailed)
-    assert "without c, which does not answer" in failed.reason
+    (refused,) = core.handle(TransferAsked("", (), without), core._now)
+    assert isinstance(refused, TransferRefused)
+    assert "without c, which does not answer" in refused.reason
     core._peers["c"].active = True
     assert sends(core.handle(TransferAsked("", (), without), core._now), TimeoutNow)

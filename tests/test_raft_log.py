@@ -27,7 +27,7 @@ from doyen.quorum.consensus.core import (
     SnapshotReceived,
     SnapshotSent,
     TransferAsked,
-    TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.invariants import check
 from doyen.quorum.consensus.raft import RaftSettings
@@ -249,7 +249,7 @@ def test_refused_by_whoever_does_not_lead() -> None:
     for core in (raft(), following()):
         assert isinstance(core.handle(Propose(b"x"), 0.0)[0], ProposalRefused)
         assert isinstance(core.handle(ChangeAsked(ABC), 0.0)[0], ProposalRefused)
-        assert isinstance(core.handle(TransferAsked("b"), 0.0)[0], TransferFailed)
+        assert isinstance(core.handle(TransferAsked("b"), 0.0)[0], TransferRefused)
         assert core.handle(ReadAsked(1), 0.0) == [ReadRefused(1)]
 
 

@@ -40,7 +40,7 @@ from doyen.quorum.consensus.core import (
     SnapshotReceived,
     SnapshotSent,
     TransferAsked,
-    TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.invariants import facts
 from room import SETTINGS, Room
@@ -191,7 +191,7 @@ def test_followers_refuse(room: Room) -> None:
 def test_what_the_protocol_cannot_do_is_refused_or_ignored(room: Room) -> None:
     snapshot = Snapshot(1, 1, room.membership)
     for name in THREE:
-        assert isinstance(room.tell(name, TransferAsked("n2"))[0], TransferFailed)
+        assert isinstance(room.tell(name, TransferAsked("n2"))[0], TransferRefused)
         assert isinstance(room.tell(name, ChangeAsked(Membership(("n1",))))[0], ProposalRefused)
         assert room.tell(name, Compacted(snapshot)) == []
         assert room.tell(name, SnapshotSent("n2", snapshot, True)) == []

@@ -260,6 +260,37 @@ def test_a_server_with_a_live_primary_ignores_a_view_change() -> None:
     assert room.cores[follower].role is Role.FOLLOWING
 
 
+@pytest.mark.parametrize(("stopped_s", "timer_first"), [(1.2, False), (6.0, False), (6.0, True)])
+def test_what_a_server_hears_first_after_a_pause_does_not_count(
+    stopped_s: float, timer_first: bool
+) -> None:
+    """Another server missed its primary during the pause, for a moment, and this has waited in the
+    connection. A server that counted it would enter a later view alone and depose the primary."""
+    core = one("n2")
+    hear(core, "n1", StartView(1, 0, 0, 0), now=0.1)
+    now = 0.1 + stopped_s
+    if timer_first:
+        core.handle(Elapsed(), now)
+    hear(core, "n0", StartViewChange(2, False), now=now)
+    hear(core, "n1", StartView(1, 0, 0, 0), now=now)
+    assert (core.role, core.generation, core.leader) == (Role.FOLLOWING, 1, "n1")
+
+
+def test_what_others_want_counts_in_a_silence() -> None:
+    """Nothing is handled for as long when the primary's machine has died."""
+    core = one("n2")
+    hear(core, "n1", StartView(1, 0, 0, 0), now=0.1)
+    core.handle(Elapsed(), core.next_deadline)
+    hear(core, "n0", StartViewChange(2, True), now=core._now)
+    assert core.generation == 2, "its own timer was in time"
+    core = one("n2")
+    hear(core, "n1", StartView(1, 0, 0, 0), now=0.1)
+    hear(core, "n0", StartViewChange(2, False), now=1.2)
+    assert core.generation == 1
+    hear(core, "n0", StartViewChange(2, False), now=1.21 + SETTINGS.heartbeat_s)
+    assert core.generation == 2, "it was repeated"
+
+
 def test_what_servers_wanted_before_they_found_their_primary_again_does_not_count() -> None:
     """A server that is cut off would enter a later view alone, and when it is
     connected again, the primary of the others would give up its view."""
@@ -267,6 +298,8 @@ def test_what_servers_wanted_before_they_found_their_primary_again_does_not_coun
     core.handle(Elapsed(), 0.0)
     hear(core, "n3", StartViewChange(1, True), now=0.01)
     late = 0.02 + STALE * SETTINGS.heartbeat_s
+    while core.next_deadline < late:
+        core.handle(Elapsed(), core.next_deadline)
     hear(core, "n4", StartViewChange(1, True), now=late)
     assert (core.wanted, core.generation) == (1, 0)
     hear(core, "n3", StartViewChange(1, True), now=late)

@@ -46,6 +46,7 @@ from doyen.quorum.consensus.core import (
     SnapshotReceived,
     SnapshotSent,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.invariants import check
 
@@ -247,6 +248,7 @@ class ServerProcess:
             ReadRefused: self.requests.read_refused,
             SendSnapshot: self._send_snapshot,
             Install: self._install,
+            TransferRefused: lambda _: None,
             TransferFailed: lambda _: None,
         }
 

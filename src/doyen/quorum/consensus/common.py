@@ -47,7 +47,7 @@ from doyen.quorum.consensus.core import (
     RoleChanged,
     Send,
     TransferAsked,
-    TransferFailed,
+    TransferRefused,
 )
 
 
@@ -453,8 +453,8 @@ class ReplicatedServer(Follower):
             ReadAsked: self._read_asked,
             Connected: self._connected,
             Disconnected: self._disconnected,
-            TransferAsked: lambda _: self._effects.append(
-                TransferFailed("this protocol cannot transfer leadership")
+            TransferAsked: lambda event: self._effects.append(
+                TransferRefused(event.token, "this protocol cannot transfer leadership")
             ),
             ChangeAsked: lambda _: self._effects.append(
                 ProposalRefused("this protocol's membership is fixed")

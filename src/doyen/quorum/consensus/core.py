@@ -182,13 +182,15 @@ class ReadAsked(CoreEvent, frozen=True, gc=False):
 
 class TransferAsked(CoreEvent, frozen=True, gc=False):
     """Transfer leadership to `to` or, if empty, to the voter with the longest log that is not to be
-    avoided."""
+    avoided. Answered at once by `TransferRefused` with the same token, if it is not begun; a
+    transfer under way then goes on. Otherwise this replaces the one under way."""
 
     to: str = ""
     avoid: tuple[str, ...] = ()
     change: Membership | None = None
     """The successor is to make this change. Nothing is transferred if it would be refused because
     too few servers answer."""
+    token: int = 0
 
 
 class ChangeAsked(CoreEvent, frozen=True, gc=False):
@@ -291,8 +293,15 @@ class ReadRefused(Effect, frozen=True, gc=False):
     token: int
 
 
+class TransferRefused(Effect, frozen=True, gc=False):
+    """What was asked for with this token was not begun."""
+
+    token: int
+    reason: str
+
+
 class TransferFailed(Effect, frozen=True, gc=False):
-    """Leadership was not transferred."""
+    """The transfer that was under way has failed: this server leads on."""
 
     reason: str
 

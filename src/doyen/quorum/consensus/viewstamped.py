@@ -36,7 +36,14 @@ from doyen.quorum.consensus.common import (
     Peer,
     ReplicatedServer,
 )
-from doyen.quorum.consensus.core import LogEntry, Message, Role
+from doyen.quorum.consensus.core import (
+    CoreEvent,
+    Effect,
+    Elapsed,
+    LogEntry,
+    Message,
+    Role,
+)
 
 STALE = 3
 """For how many heartbeats it counts that a server wants a view."""
@@ -127,6 +134,9 @@ class Viewstamped(ReplicatedServer):
         """The view that it wants, if later than the one it is in."""
         self._wants: dict[str, tuple[int, float]] = {}
         """The view that each of the others wants, and when it has said so."""
+        self._wants_from = self._now
+        """Until then, what others want may be old and does not count. What they still want, they
+        repeat with each heartbeat."""
         self._reports: dict[str, tuple[int, int]] = {}
         """On the primary of the view entered: how far each server's log goes."""
         self._source: str | None = None
@@ -149,6 +159,13 @@ class Viewstamped(ReplicatedServer):
 
     def _state(self) -> ViewState:
         return ViewState(self.generation, self.normal)
+
+    def handle(self, event: CoreEvent, now: float) -> list[Effect]:
+        # After a pause of this process, it reads messages that have waited in its connections.
+        since = self.next_deadline if type(event) is Elapsed else self._now
+        if now - since > STALE * self._settings.heartbeat_s:
+            self._wants_from = now + self._settings.heartbeat_s
+        return super().handle(event, now)
 
     # Wanting another view.
 
@@ -180,7 +197,7 @@ class Viewstamped(ReplicatedServer):
         self._count_wants()
 
     def _hear_start_view_change(self, peer: Peer, message: StartViewChange) -> None:
-        if self._leader_lives() and peer.name != self.leader:
+        if self._now < self._wants_from or (self._leader_lives() and peer.name != self.leader):
             return
         view = message.generation
         if self.role is not Role.LOOKING:

@@ -156,14 +156,19 @@ class Node:
         server = self._running
         thread = self._inside
         self._opened = None
-        for end_of_changes in [*self._observers]:
-            end_of_changes()
-        closing = thread.submit(server.close())
+        closing = thread.submit(self._close(server))
         try:
             await shared(closing)
         finally:
             await outlast(closing)
             thread.stop()
+
+    async def _close(self, server: NodeServer) -> None:
+        """Runs on the node's thread."""
+        server.driver.report_roles()  # what happened before belongs before the end
+        for end_of_changes in [*self._observers]:
+            end_of_changes()
+        await server.close()
 
     @property
     def _running(self) -> NodeServer:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Annotated
 
 from msgspec import Meta, MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from doyen.errors import ConfigError, OrderFailed, OutcomeUnknown
-from doyen.quorum.consensus.core import ChangeAsked, Membership, Role, TransferAsked
+from doyen.quorum.consensus.core import (
+    ChangeAsked,
+    Membership,
+    Role,
+    TransferAsked,
+    TransferRefused,
+)
 from doyen.quorum.node.applier import Applier
 from doyen.quorum.node.disk_space import DiskSpace
 from doyen.quorum.node.leader_calls import (
@@ -164,12 +171,15 @@ class Administration:
         self._applier = applier
         self._disk_space = disk_space
         self._leader_calls = leader_calls
-        self._transfers: list[asyncio.Future[None]] = []
+        self._transfers: dict[int, asyncio.Future[None]] = {}
+        """Those that wait until a leader is elected or the transfer fails, by their tokens."""
+        self._tokens = count(1)
         leader_calls.handlers[ADMIN] = self._called
 
     async def transfer(self, to: str = "") -> None:
         """Transfer leadership to `to`, or to the voter with the longest log; return when another
-        node leads. Raises `OrderFailed` if leadership stays."""
+        node leads. Raises `OrderFailed` if leadership stays, or if another node than `to` leads
+        then."""
         core = self._pump.core
         before = core.leader
         try:
@@ -298,9 +308,9 @@ class Administration:
         full = self._disk_space.without_space()
         if to in full:
             raise OrderFailed(f"the disk of {to} is full: make room there, or name another node")
-        settled = self._pump.loop.create_future()
-        self._transfers.append(settled)
-        self._pump.step(TransferAsked(to, full, change))
+        token = next(self._tokens)
+        settled = self._transfers[token] = self._pump.loop.create_future()
+        self._pump.step(TransferAsked(to, full, change, token))
         try:
             await settled
         except OrderFailed as error:
@@ -312,10 +322,20 @@ class Administration:
         if to and core.leader != to:
             raise OrderFailed(f"{core.leader} leads now, not {to}")
 
+    def transfer_refused(self, effect: TransferRefused) -> bool:
+        """A transfer was not begun. Those under way go on, so only the request with this token
+        fails. False if none has it."""
+        settled = self._transfers.pop(effect.token, None)
+        if settled is None:
+            return False
+        if not settled.done():
+            settled.set_exception(OrderFailed(effect.reason))
+        return True
+
     def transferred(self, failure: str | None = None) -> None:
-        """Another node leads, or, with the reason, the transfer failed."""
-        transfers, self._transfers = self._transfers, []
-        for settled in transfers:
+        """Another node leads, or, with the reason, the transfer under way failed."""
+        transfers, self._transfers = self._transfers, {}
+        for settled in transfers.values():
             if settled.done():
                 continue
             if failure is None:

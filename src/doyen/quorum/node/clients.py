@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import inf
 from operator import itemgetter
 from typing import Any, Final
 
@@ -59,7 +58,7 @@ class ServedClient:
     __slots__ = (
         *("_drain", "_loop", "_read", "_results", "_results_bytes", "_results_ids", "allowed"),
         *("backlog", "backlog_bytes", "connection", "draining", "held", "lists", "looks", "name"),
-        *("named_from", "names", "paused", "reads", "role", "watches"),
+        *("named", "paused", "reads", "role", "watches"),
     )
 
     def __init__(
@@ -78,9 +77,8 @@ class ServedClient:
         self.allowed = roles.allowed(self.role)
         self.name = ""
         """The name under which it numbers its writes."""
-        self.names = 0
-        """How many names it has taken since `named_from`, on the loop's clock."""
-        self.named_from = -inf
+        self.named: deque[float] = deque()
+        """When it has taken its latest names, on the loop's clock."""
         self.backlog: deque[tuple[int, bytes]] = deque()
         """Frames that have arrived and are not handled yet."""
         self.backlog_bytes = 0

@@ -35,6 +35,7 @@ from doyen.quorum.consensus.core import (
     SnapshotReceived,
     SnapshotSent,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.keyspace.versions import NEWEST
 from doyen.quorum.node.admin import Administration
@@ -127,11 +128,12 @@ class Driver:
         self._required = 0
         """The version of the state that peers were last required to support."""
         pump.on_membership = self._reach
-        pump.on_end.append(self._report_roles)
+        pump.on_end.append(self.report_roles)
         self.on_applied(self._applied)
         pump.carry_out |= {
             RoleChanged: self._role_changed,
-            ProposalRefused: self._refused,
+            ProposalRefused: self.proposals.refused,
+            TransferRefused: self._transfer_refused,
             TransferFailed: self._transfer_failed,
             SendSnapshot: self._send_snapshot,
         }
@@ -235,7 +237,7 @@ class Driver:
     def observe_role(self, callback: OnRole) -> None:
         """Report every change of role, generation or leader to this, in order and a moment later,
         so that reports do not delay the election."""
-        self._report_roles()  # earlier changes are not reported to this one
+        self.report_roles()  # earlier changes are not reported to this one
         self._role_observers.append(callback)
 
     def unobserve_role(self, callback: OnRole) -> None:
@@ -310,18 +312,19 @@ class Driver:
         for callback in self._on_role:
             call_safely(callback, effect.role, effect.generation, effect.leader)
         if not self._unreported:
-            self.pump.loop.call_later(REPORT_AFTER_S, self._report_roles)
+            self.pump.loop.call_later(REPORT_AFTER_S, self.report_roles)
         self._unreported.append(effect)
 
-    def _report_roles(self) -> None:
+    def report_roles(self) -> None:
+        """Report the changes that are not reported yet."""
         while self._unreported:
             change = self._unreported.popleft()
             for callback in self._role_observers:
                 call_safely(callback, change.role, change.generation, change.leader)
 
-    def _refused(self, effect: ProposalRefused) -> None:
-        if not self.proposals.refused(effect.reason):
-            self.admin.transferred(effect.reason)
+    def _transfer_refused(self, effect: TransferRefused) -> None:
+        if not self.admin.transfer_refused(effect):
+            self.disk_space.transfer_failed()
 
     def _transfer_failed(self, effect: TransferFailed) -> None:
         self.disk_space.transfer_failed()

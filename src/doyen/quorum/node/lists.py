@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
@@ -38,11 +38,13 @@ from doyen.quorum.protocol.requests import (
     WriteResults,
 )
 
+T = TypeVar("T")
+
 LISTS: Final = 8
 """How many long lists may be under way to one client."""
 BLOCKS: Final = 512
-"""How much of the keyspace is looked at for one piece of a list, and for all reads of one turn of
-the loop, in blocks of the sorted map. A piece may be empty: entries of an ended lease that are not
+"""How much of the keyspace is looked at for all reads of one turn of the loop, in blocks of the
+sorted map. A piece of a list ends there and may be empty: entries of an ended lease that are not
 removed yet are not in the list."""
 
 
@@ -79,8 +81,8 @@ class Lists:
         self._resume = resume
         self._looked = 0
         """How many blocks were looked at, in this turn of the loop at least."""
-        self._waiting: deque[Callable[[], None]] = deque()
-        """What goes on in the next turns."""
+        self._waiting: deque[tuple[ServedClient, Callable[[], None]]] = deque()
+        """What goes on in the next turns, and for which client."""
         self._serving = False
         """Whether a task serves what waits."""
         self._answers: dict[type, Callable[[ServedClient, Any], None]] = {
@@ -135,19 +137,22 @@ class Lists:
 
     def _wait(self, client: ServedClient, go_on: Callable[[], None]) -> None:
         """Have this called in another turn of the loop, after what waits already."""
-        self._waiting.append(go_on)
+        self._waiting.append((client, go_on))
         if not self._serving:
             self._serving = True
             self._start(self._serve(), client)
 
     async def _serve(self) -> None:
-        """In each turn of the loop, go on with as much as `BLOCKS` allows."""
+        """In each turn of the loop, go on with as much as `BLOCKS` allows. The connection of a
+        client whose read fails ends, since the client would wait for an answer."""
         try:
             while self._waiting:
                 await asyncio.sleep(0)
                 self._looked = 0
                 while self._waiting and self._looked < BLOCKS:
-                    call_safely(self._waiting.popleft())
+                    client, go_on = self._waiting.popleft()
+                    if not call_safely(go_on):
+                        client.connection.abort()
         finally:
             self._serving = False
 
@@ -211,51 +216,64 @@ class Lists:
             client.send(WriteResults([request.id], [encode(EntryExists(entry))]))
 
     def _scan(self, client: ServedClient, request: requests.Scan) -> None:
-        pieces = _pieces(self._counted(self._keyspace.scan(request.prefix)))
-        first, second = next(pieces), next(pieces, None)
-        if second is None:
-            client.send(ListChunk(request.id, first, False))
-        elif client.lists >= LISTS:
+        pieces = self._pieces(request.prefix)
+        piece, more = next(pieces)
+        if more and client.lists >= LISTS:
             text = f"{LISTS} long lists are under way to this client"
             client.fail(request.id, ErrorCode.UNAVAILABLE, text)
-        else:
+            return
+        client.send(ListChunk(request.id, piece, more))
+        if more:
             client.lists += 1
-            client.send(ListChunk(request.id, first, True))
-            self._start(self._send_list(client, request.id, second, pieces), client)
+            self._start(self._send_list(client, request.id, pieces), client)
 
     async def _send_list(
-        self,
-        client: ServedClient,
-        request: int,
-        piece: list[StoredEntry] | None,
-        pieces: Iterator[list[StoredEntry]],
+        self, client: ServedClient, request: int, pieces: Iterator[tuple[list[StoredEntry], bool]]
     ) -> None:
+        more = True
         try:
-            while piece is not None:
+            while more:
                 await client.connection.drain()
-                if self._looked >= BLOCKS or self._waiting:
-                    await self._turn(client)
+                waits = self._looked >= BLOCKS or self._waiting
+                piece, more = await self._in_turn(client, pieces) if waits else next(pieces)
                 if client.connection.ending:
                     return
-                following = next(pieces, None)
-                client.send(ListChunk(request, piece, following is not None))
-                piece = following
+                client.send(ListChunk(request, piece, more))
                 await asyncio.sleep(0)
         finally:
             client.lists -= 1
 
-    async def _turn(self, client: ServedClient) -> None:
-        """Wait until the next piece of a list may be looked for. Nothing else goes on in that turn,
-        since a piece may take all of it."""
-        turn = asyncio.get_running_loop().create_future()
+    async def _in_turn(self, client: ServedClient, pieces: Iterator[T]) -> T:
+        """The next piece, which is looked for after what waits already."""
+        found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def begin() -> None:
-            if not turn.done():  # the task of the list may have been cancelled
-                turn.set_result(None)
-                self._looked = BLOCKS
+        def look() -> None:
+            if found.done():  # the task of the list has been cancelled
+                return
+            try:
+                found.set_result(next(pieces))
+            except Exception as error:  # noqa: BLE001 - it ends the task of the list
+                found.set_exception(error)
 
-        self._wait(client, begin)
-        await turn
+        self._wait(client, look)
+        return await found
+
+    def _pieces(self, prefix: str) -> Iterator[tuple[list[StoredEntry], bool]]:
+        """A list, cut where a frame would become large or no more can be looked at in this turn;
+        with each piece, whether another one follows."""
+        piece: list[StoredEntry] = []
+        size = 0
+        for records in self._counted(self._keyspace.scan(prefix)):
+            for record in records:
+                if size > PIECE:
+                    yield piece, True
+                    piece, size = [], 0
+                piece.append(record)
+                size += len(record.key) + len(record.value) + 32
+            if self._looked >= BLOCKS:
+                yield piece, True
+                piece, size = [], 0
+        yield piece, False
 
     def copy(
         self, client: ServedClient, request: requests.BackupRequest, cluster: str, protocol: str
@@ -281,22 +299,3 @@ class Lists:
             client.send(BackupChunk(request, None, piece, True))
             await asyncio.sleep(0)
         client.send(BackupChunk(request, None, b"", False))
-
-
-def _pieces(blocks: Iterable[Sequence[StoredEntry]]) -> Iterator[list[StoredEntry]]:
-    """A list, cut where a frame would become large or much has been looked at; one piece at
-    least."""
-    piece: list[StoredEntry] = []
-    size = looked = 0
-    for records in blocks:
-        if looked == BLOCKS:
-            yield piece
-            piece, size, looked = [], 0, 0
-        looked += 1
-        for record in records:
-            if size > PIECE:
-                yield piece
-                piece, size, looked = [], 0, 0
-            piece.append(record)
-            size += len(record.key) + len(record.value) + 32
-    yield piece

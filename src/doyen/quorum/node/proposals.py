@@ -35,7 +35,7 @@ from doyen.errors import (
     StoreUnavailable,
 )
 from doyen.metrics.histogram import Histogram
-from doyen.quorum.consensus.core import Accepted, CoreEvent
+from doyen.quorum.consensus.core import Accepted, CoreEvent, ProposalRefused
 from doyen.quorum.keyspace.commands import LargeEntryExists, encode
 from doyen.quorum.node import roles
 from doyen.quorum.node.leader_calls import DONE, UNKNOWN, LeaderCalls, Respond
@@ -697,10 +697,8 @@ class Proposals:
         commands = chain(*waiting, *(batch.commands for batch in self.appended.values()))
         return any(roles.raises_version(each.target, each.body) for each in commands)
 
-    def refused(self, reason: str) -> bool:
-        """The core refused something. False if that was not an entry."""
-        self._refusal = reason
-        return self._appending is not None
+    def refused(self, effect: ProposalRefused) -> None:
+        self._refusal = effect.reason
 
     def entered(self, generation: int, index: int) -> None:
         """An entry of this later generation is applied at `index`: entries of earlier generations

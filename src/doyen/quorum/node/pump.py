@@ -38,12 +38,15 @@ RETRY_S = 0.02
 """Pause before a retry, unless the leader changes sooner."""
 
 
-def call_safely(callback: Callable[..., None], *arguments: Any) -> None:
-    """Call a callback of other code; an exception in it is logged and does not end the node."""
+def call_safely(callback: Callable[..., None], *arguments: Any) -> bool:
+    """Call a callback of other code; an exception in it is logged and does not end the node. False
+    if it raised one."""
     try:
         callback(*arguments)
     except Exception:
         log.exception(log_line(event="callback_failed"))
+        return False
+    return True
 
 
 class NodeTasks:

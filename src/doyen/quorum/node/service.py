@@ -56,8 +56,8 @@ log = logging.getLogger("doyen.quorum.node")
 
 MAX_NAME: Final = 64
 NAMES: Final = 8
-"""How many names one connection may take in `NAMES_S`. The quorum remembers so many clients by name
-that none is forgotten while it repeats a write, unless a hundred thousand names are taken in a
+"""How many names one connection may take in any `NAMES_S`. The quorum remembers so many clients by
+name that none is forgotten while it repeats a write, unless a hundred thousand names are taken in a
 minute. A client takes another name only after it was forgotten, as one that writes rarely may be
 again and again."""
 NAMES_S: Final = 60.0
@@ -211,15 +211,13 @@ class Service:
             client.connection.fail(CloseReason.MALFORMED, text)
             return
         if request.client != client.name:
-            now = self._loop.time()
-            if now - client.named_from > NAMES_S:
-                client.names, client.named_from = 0, now
-            client.names += 1
-        if client.names > NAMES:
-            text = f"a client that has taken {NAMES} names in a minute, and takes another"
-            client.connection.fail(CloseReason.OUT_OF_TURN, text)
-            return
-        client.name = request.client
+            now, named = self._loop.time(), client.named
+            if len(named) == NAMES and now - named.popleft() <= NAMES_S:
+                text = f"a client that has taken {NAMES} names in a minute, and takes another"
+                client.connection.fail(CloseReason.OUT_OF_TURN, text)
+                return
+            named.append(now)
+            client.name = request.client
 
     def _write(self, client: ServedClient, request: Write) -> None:
         name, floor, ids, bodies = client.name, request.floor, request.ids, request.bodies

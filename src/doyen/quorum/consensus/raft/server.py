@@ -70,6 +70,7 @@ from doyen.quorum.consensus.core import (
     SnapshotSent,
     TransferAsked,
     TransferFailed,
+    TransferRefused,
 )
 from doyen.quorum.consensus.invariants import IllegalEvent, InvariantBroken
 from doyen.quorum.consensus.raft.elector import FOLLOWING, LEADING, Elector
@@ -644,28 +645,26 @@ class Raft(Elector):
     # Transferring leadership.
 
     def _transfer_asked(self, event: TransferAsked) -> None:
-        if self.role is not LEADING:
-            self._out.append(TransferFailed("this server does not lead"))
-            return
-        if event.change is not None and (reason := self._stranded(event.change)) is not None:
-            self._out.append(TransferFailed(reason))
-            return
         successor = event.to or self._furthest(event.avoid)
-        if successor == self._successor and successor is not None:
-            return
-        if self._successor is not None:
-            self._keep_leading(f"{successor} is to lead instead of {self._successor}")
-        if successor is None:
-            self._out.append(TransferFailed("no other voter is connected that could lead"))
-        elif successor == self.id:
-            self._out.append(TransferFailed("this server leads already"))
-        elif successor not in self.membership.voters:
-            self._out.append(TransferFailed(f"{successor} is not a voter"))
-        else:
+        reason = self._transfer_refusal(successor, event.change)
+        if reason is not None:
+            self._out.append(TransferRefused(event.token, reason))
+        elif successor is not None and successor != self._successor:
             self._successor = successor
             self._transfer_until = self._now + self.settings.election_timeout_s
             self._arm()
             self._hand_over(successor)
+
+    def _transfer_refusal(self, successor: str | None, change: Membership | None) -> str | None:
+        if self.role is not LEADING:
+            return "this server does not lead"
+        if change is not None and (stranded := self._stranded(change)) is not None:
+            return stranded
+        if successor is None:
+            return "no other voter is connected that could lead"
+        if successor == self.id:
+            return "this server leads already"
+        return None if successor in self.membership.voters else f"{successor} is not a voter"
 
     def _furthest(self, avoid: tuple[str, ...] = ()) -> str | None:
         """The other voter with the longest log, among those that have answered this leader and are
