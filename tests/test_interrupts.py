@@ -1,0 +1,90 @@
+"""Handlers of signals that raise, or use doyen, at chosen instants of doyen's own code."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+import doyen
+from doyen._waiting import LoopCalls
+from doyen.model import Claim, line_key
+from support import core_of, until_blocking
+
+names = (f"memory://interrupts-{number}" for number in count())
+
+
+@pytest.fixture
+def url() -> str:
+    return next(names)
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    """The number of the first line of `function` that contains `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(n for n, line in enumerate(lines) if text in line)
+
+
+@contextmanager
+def interrupted(
+    function: Callable[..., object], text: str, handler: Callable[[], None]
+) -> Iterator[None]:
+    """Call `handler` once, when this thread is about to execute the line of `function` that
+    contains `text`."""
+    code: CodeType = inspect.unwrap(function).__code__  # type: ignore[attr-defined]
+    line, called = line_of(function, text), False
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal called
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == line and not called:
+            called = True
+            sys.settrace(None)
+            handler()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        assert called
+
+
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "where", ["made = self._made", "if self._woken_for", "self._woken_for = made"]
+)
+def test_a_campaign_that_is_interrupted_while_it_is_begun_leaves_no_ticket(
+    url: str, where: str
+) -> None:
+    with (
+        doyen.connect_blocking(url, ttl_s=2) as session,
+        doyen.connect_blocking(url, ttl_s=2) as other,
+    ):
+        runtime, core = session._runtime, core_of(session)
+        with other.campaign("e", name="leader"):
+            campaign = session.campaign("e", name="interrupted")
+            with pytest.raises(KeyboardInterrupt), interrupted(LoopCalls.put, where, _ctrl_c):
+                campaign.__enter__()
+
+            async def others_begun() -> None:
+                pass
+
+            runtime.finish_blocking(others_begun())
+            until_blocking(lambda: not core._callers)
+            tickets = runtime.do_blocking(core.store.list(line_key("e")))
+            assert [Claim.decode(ticket.value).name for ticket in tickets] == ["leader"]
+        with other.campaign("e", name="next", wait_s=10) as term:
+            assert term.valid
