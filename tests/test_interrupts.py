@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -88,3 +89,25 @@ def test_a_campaign_that_is_interrupted_while_it_is_begun_leaves_no_ticket(
             assert [Claim.decode(ticket.value).name for ticket in tickets] == ["leader"]
         with other.campaign("e", name="next", wait_s=10) as term:
             assert term.valid
+
+
+def test_a_candidate_whose_loop_is_closed_does_not_lead(url: str) -> None:
+    """The loop is closed with the task pending, as old programs do without `asyncio.run`."""
+
+    async def candidate(session: doyen.Session) -> None:
+        async with session.campaign("e", name="gone"):
+            pytest.fail("entered on a closed loop")
+
+    with doyen.connect_blocking(url, ttl_s=2) as other:
+        with other.campaign("e", name="leader"):
+            loop = asyncio.new_event_loop()
+            session = loop.run_until_complete(doyen.connect(url, ttl_s=2).open())
+            task = loop.create_task(candidate(session))
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            while len(other.line("e")) < 2:
+                loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+        with other.campaign("e", name="next", wait_s=10) as term:
+            assert term.valid
+        asyncio.run(session.close())
+        task.get_coro().close()  # type: ignore[union-attr]

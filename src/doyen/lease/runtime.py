@@ -118,7 +118,11 @@ class InlineRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+    async def do(
+        self,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
         return await self._task(work)
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
@@ -204,12 +208,6 @@ async def _replied(
     step, because other work may hang."""
     reply(await work)
     then()
-
-
-def _reply(caller: LoopCalls, result: asyncio.Future[T], value: T) -> None:
-    """Hand the result of a task to the caller's loop."""
-    with suppress(RuntimeError):  # the caller's loop has been closed
-        caller.put(partial(_fulfil_once, result, value))
 
 
 def _fulfil_once(result: asyncio.Future[T], value: T) -> None:
@@ -423,13 +421,19 @@ class ThreadRuntime:
         cls._shared = None
         cls._shared_lock = threading.Lock()
 
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on doyen's loop; cancelling the caller cancels it."""
+    async def do(
+        self,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
+        """Run `work` on doyen's loop; cancelling the caller cancels it. If the caller's loop has
+        been closed before there is a result, which then needs another owner, `undo` is run on
+        it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        submitted = self._submit_for(result, work)
+        submitted = self._submit_for(result, work, undo)
         try:
             return await result
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the task may be garbage-collected
             self.post(submitted.cancel)
             raise
 
@@ -443,9 +447,10 @@ class ThreadRuntime:
         self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
     ) -> T:
         """Run `work`, whose result needs an owner. A caller that is cancelled cancels the work and
-        waits for its end; if there is a result nevertheless, `undo` is run on it."""
+        waits for its end; if there is a result nevertheless, or the caller's loop has been closed,
+        `undo` is run on it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        submitted = self._submit_for(result, work)
+        submitted = self._submit_for(result, work, undo)
         return await _obtained(
             result,
             lambda: self.post(submitted.cancel),
@@ -482,10 +487,29 @@ class ThreadRuntime:
         while self._after_reply:
             self._after_reply.popleft()()
 
-    def _submit_for(self, result: asyncio.Future[T], work: Coroutine[Any, Any, T]) -> _Work:
+    def _submit_for(
+        self,
+        result: asyncio.Future[T],
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> _Work:
         caller = self._caller()
-        replied = _replied(work, partial(_reply, caller, result), self._go_on)
+        replied = _replied(work, partial(self._reply, caller, result, undo), self._go_on)
         return self._submit(replied, partial(_reply_failure, caller, result, work))
+
+    def _reply(
+        self,
+        caller: LoopCalls,
+        result: asyncio.Future[T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None,
+        value: T,
+    ) -> None:
+        """Hand the result of a task to the caller's loop."""
+        try:
+            caller.put(partial(_fulfil_once, result, value))
+        except RuntimeError:  # the caller's loop has been closed
+            if undo is not None:
+                self.start(undo(value))
 
     def _submit_blocking(self, outcome: Outcome[T], work: Coroutine[Any, Any, T]) -> _Work:
         replied = _replied(work, lambda result: outcome.reach(result, None), self._go_on)
