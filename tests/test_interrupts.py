@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from types import CodeType, FrameType
@@ -15,6 +16,7 @@ import pytest
 
 import doyen
 from doyen._waiting import LoopCalls
+from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Claim, line_key
 from support import core_of, until_blocking
 
@@ -111,3 +113,57 @@ def test_a_candidate_whose_loop_is_closed_does_not_lead(url: str) -> None:
             assert term.valid
         asyncio.run(session.close())
         task.get_coro().close()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_call_put_between_the_last_turn_of_the_loop_and_its_closing_is_refused(
+    url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the last session meanwhile. The call would wait without end."""
+    session = doyen.connect_blocking(url, ttl_s=2).open()
+    runtime, core = session._runtime, core_of(session)
+    work = core.run(lambda: core.store.get("k"))
+    refused: list[Future[object]] = []
+    join = runtime._thread.join
+
+    async def do() -> object:
+        return await asyncio.wait_for(runtime.do(work), 10)
+
+    def call() -> object:
+        return runtime.submit(work).result(10) if kind == "blocking" else asyncio.run(do())
+
+    def join_and_call(timeout: float | None = None) -> None:
+        join(timeout)
+        refused.append(pool.submit(call))
+        until_blocking(lambda: runtime._calls._waiting)
+
+    monkeypatch.setattr(runtime._thread, "join", join_and_call)
+    with ThreadPoolExecutor(1) as pool:
+        session.close()
+        with pytest.raises(doyen.SessionClosed, match="connect again"):
+            refused[0].result(20)
+    with pytest.raises(doyen.SessionClosed, match="connect again"):
+        runtime.do_blocking(core.run(lambda: core.store.get("k")))
+    runtime.start(core.run(lambda: core.store.get("k")))
+
+
+def test_work_that_the_end_of_the_loop_cancels_ends_in_session_closed() -> None:
+    runtime = ThreadRuntime.acquire()
+
+    async def work() -> None:
+        await asyncio.Event().wait()
+
+    waiting = runtime.submit(work())
+    runtime.release()
+    with pytest.raises(doyen.SessionClosed, match="connect again"):
+        waiting.result(10)
+
+
+def test_a_closed_loop_refuses_a_call_and_leaves_those_of_others_to_be_refused() -> None:
+    loop = asyncio.new_event_loop()
+    calls, made = LoopCalls(loop), [0]
+    calls.put(made.clear)
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        calls.put(made.sort)
+    assert [*calls.taken()] == [made.clear]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -141,6 +141,7 @@ class LoopCalls:
         self.loop = loop
         self._at_once = at_once
         self._waiting: deque[Callable[[], object]] = deque()
+        self._stopped = False
         self._made = 0
         """How often the loop has made calls."""
         self._woken_for = -1
@@ -157,12 +158,26 @@ class LoopCalls:
             try:
                 self.loop.call_soon_threadsafe(self._make)
             except RuntimeError:
-                self._waiting.clear()
+                with suppress(ValueError, IndexError):  # taken already, or being taken
+                    self._waiting.remove(call)
                 raise
             self._woken_for = made
 
+    def stop(self) -> None:
+        """Make no more calls. On the loop, which is about to be closed."""
+        self._stopped = True
+
+    def taken(self) -> Iterator[Callable[[], object]]:
+        """Remove the calls that wait. For a loop that has been closed: it makes none of them, and
+        every later `put` is refused."""
+        with suppress(IndexError):
+            while True:
+                yield self._waiting.popleft()
+
     def _make(self) -> None:
         self._made += 1
+        if self._stopped:
+            return
         for _ in range(self._at_once or len(self._waiting)):
             if not self._waiting:
                 return

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import CancelledError
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
@@ -390,7 +391,10 @@ class BlockingSession(_SessionState):
                 seen.put(error)
                 raise
 
-        observing = self._runtime.submit(work())
+        observing = self._runtime.submit(
+            work(),
+            lambda: seen.put(CancelledError()),  # it may have been ended before it began
+        )
         try:
             while True:
                 change = seen.get()

@@ -11,6 +11,7 @@ handlers of `logging` (see `doyen.events.telemetry`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from doyen._waiting import LoopCalls, log_failure, outlast, retrieve, shared
+from doyen.errors import SessionClosed
 from doyen.events import Sink, merge_gap
 from doyen.events.telemetry import DeliveryQueue, DirectOutlet, LogRelay, Outlet, WaitAllowance
 from doyen.lease.clock import Clock, SystemClock
@@ -31,7 +33,9 @@ from doyen.lease.keepalive import Keepalive
 __all__ = ["InlineRuntime", "Outcome", "Runtime", "ThreadRuntime", "Watchdog"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
+CLOSED = "the session is closed; connect again"
 ADMITTED = 64
 """How many calls of other threads are made in one turn of doyen's loop. Renewals do not wait behind
 a large number of them."""
@@ -180,18 +184,30 @@ class _Work:
     cancelled = False
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
+        self, coroutine: Coroutine[Any, Any, Any], failed: Callable[[BaseException], None]
     ) -> None:
-        """`on_done` is called on doyen's loop with the task, once it is done."""
+        """`failed` is called if the coroutine does not end normally, perhaps on another thread, and
+        perhaps twice."""
         self.coroutine = coroutine
-        self.on_done = on_done
+        self.failed = failed
 
-    def begin(self) -> None:
-        """On doyen's loop."""
+    def __call__(self) -> None:
+        """Begin. On doyen's loop."""
         self.task = asyncio.get_running_loop().create_task(self.coroutine)
-        self.task.add_done_callback(self.on_done)
+        self.task.add_done_callback(self._done)
         if self.cancelled:
             self.task.cancel()
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():  # by its caller, or at the end of the loop
+            self.failed(CancelledError() if self.cancelled else SessionClosed(CLOSED))
+        elif (error := task.exception()) is not None:
+            self.failed(error)
+
+    def refuse(self) -> None:
+        """doyen's loop has been closed before the work was begun. Any thread."""
+        self.coroutine.close()
+        self.failed(SessionClosed(CLOSED))
 
     def cancel(self) -> None:
         """On doyen's loop."""
@@ -219,22 +235,28 @@ def _reply_failure(
     caller: LoopCalls,
     result: asyncio.Future[T],
     work: Coroutine[Any, Any, T],
-    task: asyncio.Task[None],
+    error: BaseException,
 ) -> None:
-    """Hand the outcome of the task that ran `work` to the caller's loop, if it is not a result."""
+    """Hand the error of `work` to the caller's loop."""
     work.close()  # the task may have been cancelled before it began
-    if task.cancelled() or task.exception() is not None:
-        with suppress(RuntimeError):  # the caller's loop has been closed
-            caller.put(partial(_settle, result, task))
+    with suppress(RuntimeError):  # the caller's loop has been closed
+        caller.put(partial(_fail_once, result, error))
 
 
-def _settle(result: asyncio.Future[T], task: asyncio.Task[None]) -> None:
+def _fail_once(result: asyncio.Future[T], error: BaseException) -> None:
     if result.done():
         return
-    if task.cancelled():
+    if isinstance(error, CancelledError):
         result.cancel()
-    elif (error := task.exception()) is not None:
+    else:
         result.set_exception(error)
+
+
+def _log_error(work: Coroutine[Any, Any, Any], error: BaseException) -> None:
+    """`log_failure`, for work without a caller."""
+    work.close()
+    if not isinstance(error, CancelledError | SessionClosed):
+        log.error("event=background_task_failed", exc_info=error)
 
 
 class Outcome(Generic[T]):
@@ -293,13 +315,9 @@ class Outcome(Generic[T]):
         return result
 
 
-def _reach(outcome: Outcome[T], work: Coroutine[Any, Any, T], task: asyncio.Task[None]) -> None:
-    """Hand over the outcome of the task that ran `work`, if it is not a result."""
+def _reach_failure(outcome: Outcome[T], work: Coroutine[Any, Any, T], error: BaseException) -> None:
     work.close()
-    if task.cancelled():
-        outcome.reach(None, CancelledError())
-    elif (error := task.exception()) is not None:
-        outcome.reach(None, error)
+    outcome.reach(None, error)
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
@@ -385,6 +403,10 @@ class ThreadRuntime:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._loop.close()
+        # Calls that other threads have put meanwhile. From now on `put` refuses them.
+        for call in self._calls.taken():
+            if isinstance(call, _Work):
+                call.refuse()
         self._log.close()
 
     def outlet(
@@ -459,7 +481,7 @@ class ThreadRuntime:
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run `work` on doyen's loop and do not wait for it. Any thread."""
-        self._submit(work, log_failure)
+        self._submit(work, partial(_log_error, work))
 
     def submit(
         self, work: Coroutine[Any, Any, T], on_done: Callable[[], None] = lambda: None
@@ -513,13 +535,18 @@ class ThreadRuntime:
 
     def _submit_blocking(self, outcome: Outcome[T], work: Coroutine[Any, Any, T]) -> _Work:
         replied = _replied(work, lambda result: outcome.reach(result, None), self._go_on)
-        return self._submit(replied, partial(_reach, outcome, work))
+        return self._submit(replied, partial(_reach_failure, outcome, work))
 
     def _submit(
-        self, work: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
+        self, work: Coroutine[Any, Any, Any], failed: Callable[[BaseException], None]
     ) -> _Work:
-        submitted = _Work(work, on_done)
-        self._calls.put(submitted.begin)
+        submitted = _Work(work, failed)
+        try:
+            self._calls.put(submitted)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise  # of the handler of a signal
+            submitted.refuse()
         return submitted
 
     def _caller(self) -> LoopCalls:
@@ -565,11 +592,14 @@ class ThreadRuntime:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        # Work that began in the last turns would have no turn in which to end.
+        self._calls.stop()
         leftover = asyncio.all_tasks(self._loop)
         for task in leftover:
             task.cancel()
-        if leftover:
-            self._loop.run_until_complete(asyncio.wait(leftover))
+        # In any case a few turns, for the callbacks of tasks that have ended.
+        turns = self._loop.create_task(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.wait({*leftover, turns}))
 
 
 Runtime = InlineRuntime | ThreadRuntime
