@@ -16,6 +16,7 @@ import pytest
 
 import doyen
 from doyen._waiting import LoopCalls
+from doyen.blocking import BlockingSession
 from doyen.lease.runtime import ThreadRuntime
 from doyen.model import Claim, line_key
 from support import core_of, until_blocking
@@ -40,7 +41,7 @@ def interrupted(
 ) -> Iterator[None]:
     """Call `handler` once, when this thread is about to execute the line of `function` that
     contains `text`."""
-    code: CodeType = inspect.unwrap(function).__code__  # type: ignore[attr-defined]
+    code: CodeType = inspect.unwrap(function).__code__
     line, called = line_of(function, text), False
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -112,7 +113,7 @@ def test_a_candidate_whose_loop_is_closed_does_not_lead(url: str) -> None:
         with other.campaign("e", name="next", wait_s=10) as term:
             assert term.valid
         asyncio.run(session.close())
-        task.get_coro().close()  # type: ignore[union-attr]
+        task.get_coro().close()
 
 
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])
@@ -167,3 +168,105 @@ def test_a_closed_loop_refuses_a_call_and_leaves_those_of_others_to_be_refused()
     with pytest.raises(RuntimeError, match="closed"):
         calls.put(made.sort)
     assert [*calls.taken()] == [made.clear]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "if self._closings:",
+        "closing = self._runtime.submit",
+        "self._closings.append",
+        "self._closings[:1]",
+        "untrack(core)",
+        "self._runtime.release()",
+    ],
+)
+def test_a_handler_may_close_a_session_that_is_being_closed(url: str, where: str) -> None:
+    session = doyen.connect_blocking(url, ttl_s=2).open()
+    with interrupted(BlockingSession.close, where, session.close):
+        session.close()
+    session.close()
+    assert not ThreadRuntime._shared
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (ThreadRuntime.retain, "if not self"),
+        (ThreadRuntime._change_users, "users = self._users"),
+        (ThreadRuntime._change_users, "changed = _Users"),
+        (ThreadRuntime._change_users, "users.changed.append"),
+        (ThreadRuntime._change_users, "if users.changed[0] is changed"),
+        (ThreadRuntime._change_users, "return changed.number"),
+    ],
+)
+def test_a_handler_may_close_the_session_while_a_campaign_is_entered(
+    url: str, function: Callable[..., object], where: str
+) -> None:
+    session = doyen.connect_blocking(url, ttl_s=2).open()
+    campaign = session.campaign("e")
+    with (
+        interrupted(function, where, session.close),
+        pytest.raises(doyen.SessionClosed, match="connect again"),
+    ):
+        campaign.__enter__()
+    assert not ThreadRuntime._shared
+
+
+@pytest.mark.parametrize(
+    "where", ["changed = _Users", "users.changed.append", "if users.changed[0]", "return changed"]
+)
+def test_users_of_two_threads_are_counted_whatever_the_order(where: str) -> None:
+    runtime = ThreadRuntime.acquire()
+
+    def of_another_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(runtime.retain).result(10)
+            pool.submit(runtime.retain).result(10)
+            pool.submit(runtime.release).result(10)
+
+    with interrupted(ThreadRuntime._change_users, where, of_another_thread):
+        runtime.retain()
+    runtime.release()
+    runtime.release()
+    assert ThreadRuntime._shared == [runtime]
+    runtime.release()
+    assert not ThreadRuntime._shared
+    with pytest.raises(doyen.SessionClosed, match="connect again"):
+        runtime.retain()
+
+
+@pytest.mark.parametrize("where", ["mine = cls()", "cls._shared.append", "return mine"])
+def test_threads_that_start_a_runtime_at_the_same_time_use_the_same(where: str) -> None:
+    others: list[ThreadRuntime] = []
+
+    def of_another_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(ThreadRuntime.acquire).result(10))
+
+    with interrupted(ThreadRuntime.acquire, where, of_another_thread):
+        runtime = ThreadRuntime.acquire()
+    assert ThreadRuntime._shared == [runtime] == others
+    runtime.release()
+    assert runtime._thread.is_alive()
+    runtime.release()
+    assert not runtime._thread.is_alive()
+    assert not ThreadRuntime._shared
+
+
+@pytest.mark.parametrize("where", ["if self._change_users", "self._forget()", "_watchdog.stop()"])
+def test_a_runtime_that_is_being_stopped_is_not_used(where: str) -> None:
+    runtime = ThreadRuntime.acquire()
+    acquired: list[ThreadRuntime] = []
+    with interrupted(
+        ThreadRuntime.release, where, lambda: acquired.append(ThreadRuntime.acquire())
+    ):
+        runtime.release()
+
+    async def work() -> str:
+        return "done"
+
+    assert acquired[0].do_blocking(work()) == "done"
+    assert ThreadRuntime._shared == acquired
+    acquired[0].release()
+    assert not ThreadRuntime._shared

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from doyen._waiting import LoopCalls, log_failure, outlast, retrieve, shared
 from doyen.errors import SessionClosed
@@ -349,23 +349,38 @@ async def _obtained(
     return future.result()
 
 
+class _Users:
+    """How many use a runtime. `changed` has what follows it: its first element counts, because to
+    append to a list is atomic."""
+
+    __slots__ = ("changed", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.changed: list[_Users] = []
+
+
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
     Both are daemon threads: a process that exits without closing its sessions is not delayed. The
     loop runs until the last user has released it.
+
+    Users are counted without a lock. The handler of a signal may interrupt the thread that has the
+    lock, and close a session, or wait for a thread that does.
     """
 
     is_process = True
-    _shared: ThreadRuntime | None = None
-    _shared_lock = threading.Lock()
+    _shared: ClassVar[list[ThreadRuntime]] = []
+    """The first one is the process's, as long as it has users. Another thread that has started one
+    at the same time ends its own."""
 
     def __init__(self) -> None:
         self.clock: Clock = SystemClock()
         self.random = random.Random()
         self.pid = os.getpid()
         self.audit_wait = WaitAllowance(self.clock)
-        self._users = 0
+        self._users = _Users(1)
         self._loop = asyncio.new_event_loop()
         self._calls = LoopCalls(self._loop, ADMITTED)
         self._callers = threading.local()
@@ -382,22 +397,46 @@ class ThreadRuntime:
     @classmethod
     def acquire(cls) -> ThreadRuntime:
         """The process's runtime, started if it does not run. Pair with `release`."""
-        with cls._shared_lock:
-            if cls._shared is None:
-                cls._shared = cls()
-            cls._shared._users += 1
-            return cls._shared
+        while True:
+            for runtime in cls._shared[:1]:
+                if runtime._change_users(1):
+                    return runtime
+                runtime._forget()  # its last user is about to
+            mine = cls()
+            cls._shared.append(mine)
+            if cls._shared[0] is mine:
+                return mine
+            mine.release()
 
     def retain(self) -> None:
-        with self._shared_lock:
-            self._users += 1
+        """Raises `SessionClosed` if the last user has released it."""
+        if not self._change_users(1):
+            raise SessionClosed(CLOSED)
+
+    def _change_users(self, by: int) -> int | None:
+        """The number of users after this change; None if there were none, which is for ever. Any
+        thread; a change that another overtakes is tried again."""
+        while True:
+            users = self._users
+            if users.changed:
+                self._users = users.changed[0]
+            elif not users.number:
+                return None
+            else:
+                changed = _Users(users.number + by)
+                users.changed.append(changed)
+                if users.changed[0] is changed:
+                    return changed.number
+
+    def _forget(self) -> None:
+        with suppress(ValueError):  # another thread has
+            self._shared.remove(self)
 
     def release(self) -> None:
-        with self._shared_lock:
-            self._users -= 1
-            if self._users:
-                return
-            ThreadRuntime._shared = None
+        """Ends the threads if this was the last user."""
+        if self._change_users(-1) != 0:
+            return
+        self._forget()
         self._watchdog.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not threading.current_thread():
@@ -440,8 +479,7 @@ class ThreadRuntime:
     @classmethod
     def forked(cls) -> None:
         """In the child of a fork: its threads do not exist there."""
-        cls._shared = None
-        cls._shared_lock = threading.Lock()
+        cls._shared.clear()
 
     async def do(
         self,
