@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from types import CodeType, FrameType
@@ -17,7 +17,7 @@ import pytest
 import doyen
 from doyen._waiting import LoopCalls
 from doyen.blocking import BlockingSession
-from doyen.lease.runtime import ThreadRuntime
+from doyen.lease.runtime import Outcome, ThreadRuntime
 from doyen.model import Claim, line_key
 from support import core_of, until_blocking
 
@@ -270,3 +270,44 @@ def test_a_runtime_that_is_being_stopped_is_not_used(where: str) -> None:
     assert ThreadRuntime._shared == acquired
     acquired[0].release()
     assert not ThreadRuntime._shared
+
+
+def test_a_thread_that_an_interrupted_cancellation_has_not_woken_is_woken_by_the_works_end() -> (
+    None
+):
+    cancelled: list[None] = []
+    outcome: Outcome[int] = Outcome(lambda: cancelled.append(None))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(outcome.wait, 20)
+        until_blocking(lambda: outcome._waiting)
+        with (
+            interrupted(Outcome.reach, "woken.release()", _ctrl_c),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            outcome.cancel()
+        assert cancelled
+        outcome.reach(None, CancelledError())  # on doyen's loop
+        assert isinstance(waiting.result(10)[1], CancelledError)
+
+
+def test_calls_that_a_call_leaves_behind_when_it_ends_the_loop_are_made_later() -> None:
+    loop = asyncio.new_event_loop()
+    calls = LoopCalls(loop)
+    made: list[str] = []
+
+    def exits() -> None:
+        raise SystemExit
+
+    async def a_few_turns() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    calls.put(exits)
+    calls.put(lambda: made.append("reply"))
+    task = loop.create_task(a_few_turns())
+    with pytest.raises(SystemExit):
+        loop.run_until_complete(task)
+    assert not made
+    loop.run_until_complete(task)
+    assert made == ["reply"]
+    loop.close()

@@ -175,19 +175,20 @@ class LoopCalls:
                 yield self._waiting.popleft()
 
     def _make(self) -> None:
-        self._made += 1
-        if self._stopped:
-            return
-        for _ in range(self._at_once or len(self._waiting)):
-            if not self._waiting:
-                return
-            try:
-                self._waiting.popleft()()
-            except Exception as error:  # noqa: BLE001 (reported as asyncio reports it)
-                self.loop.call_exception_handler({"message": "a call failed", "exception": error})
-        if self._waiting and self._woken_for != self._made:
-            self._woken_for = self._made
-            self.loop.call_soon(self._make)
+        try:
+            self._made += 1
+            for _ in range(0 if self._stopped else self._at_once or len(self._waiting)):
+                if not self._waiting:
+                    return
+                try:
+                    self._waiting.popleft()()
+                except Exception as error:  # noqa: BLE001 (reported as asyncio reports it)
+                    context = {"message": "a call failed", "exception": error}
+                    self.loop.call_exception_handler(context)
+        finally:  # a call, or the handler of a signal, may raise SystemExit
+            if self._waiting and self._woken_for != self._made and not self._stopped:
+                self._woken_for = self._made
+                self.loop.call_soon(self._make)
 
 
 class BackgroundTasks:

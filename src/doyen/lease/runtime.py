@@ -282,9 +282,11 @@ class Outcome(Generic[T]):
     def reach(self, result: Any, error: BaseException | None) -> None:
         """Any thread. Does nothing if there is an outcome already."""
         self._reached.append((result, error))
-        with suppress(IndexError):
-            while True:
-                self._waiting.popleft().release()
+        # They stay in the list. The exception of a signal handler may end this before a thread is
+        # woken; the end of the work wakes it then.
+        for woken in list(self._waiting):
+            with suppress(RuntimeError):  # it has been released
+                woken.release()
         self._on_done()
 
     @property
@@ -294,8 +296,8 @@ class Outcome(Generic[T]):
     def cancel(self) -> None:
         """Cancel the work, and do not wait for its end. Any thread."""
         if not self._reached:
+            self._cancel()  # first, because the end of the work also wakes those that wait
             self.reach(None, CancelledError())
-            self._cancel()
 
     def wait(self, within_s: float = -1) -> tuple[T, BaseException | None]:
         """Block until there is an outcome; raises `TimeoutError` after `within_s`."""
