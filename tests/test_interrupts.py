@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import CodeType, FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from doyen._waiting import LoopCalls
 from doyen.blocking import BlockingSession
 from doyen.lease.runtime import Outcome, ThreadRuntime
 from doyen.model import Claim, line_key
+from doyen.stores.sqlite.forks import Connections
 from support import core_of, until_blocking
 
 names = (f"memory://interrupts-{number}" for number in count())
@@ -311,3 +312,26 @@ def test_calls_that_a_call_leaves_behind_when_it_ends_the_loop_are_made_later() 
     loop.run_until_complete(task)
     assert made == ["reply"]
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (Connections.before_fork, "with self._changed"),
+        (Connections.before_fork, "self._changed.wait_for"),
+        (Connections.after_fork, "with self._changed"),
+        (Connections.after_fork, "self._forking.discard"),
+        (Connections.after_fork, "notify_all"),
+    ],
+)
+def test_sqlite_is_used_again_after_the_hooks_of_a_fork_were_interrupted(
+    function: Callable[..., object], where: str
+) -> None:
+    connections = Connections()
+    with interrupted(function, where, _ctrl_c):
+        for hook in (connections.before_fork, connections.after_fork, connections.after_fork):
+            with suppress(KeyboardInterrupt):  # as Python ignores it there
+                hook()
+    assert not connections.forking
+    assert connections._changed.acquire(blocking=False)
+    connections._changed.release()
