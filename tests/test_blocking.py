@@ -43,7 +43,7 @@ def url() -> str:
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Any:
     yield
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 def line(session: BlockingSession, election: str = "e") -> list[str]:
@@ -429,4 +429,4 @@ def test_a_campaign_of_a_closed_session_leaves_other_sessions_alone(url: str) ->
     with doyen.connect_blocking(url) as session:
         with pytest.raises(SessionClosed, match="connect again"), closed.campaign("e"):
             pass
-        assert ThreadRuntime._shared is core_of(session).runtime
+        assert ThreadRuntime._shared == [core_of(session).runtime]

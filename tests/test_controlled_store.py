@@ -131,7 +131,7 @@ def test_what_was_left_open_is_closed_and_all_is_as_before() -> None:
             pass
     thread.join(5.0)
     assert not thread.is_alive()
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
     assert os.environ.get("DOYEN_STORE") == before
     with pytest.raises(ConfigError, match="no store for controlled://"):
         doyen.connect_blocking(store.url).open()

@@ -411,7 +411,7 @@ def test_a_fork_under_load_leaves_no_lock_held_in_the_child(url: str) -> None:
 
 
 def child_of_multiprocessing(term: Term, answers: Any) -> None:
-    answers.put((term.valid, term.state.value, ThreadRuntime._shared is None))
+    answers.put((term.valid, term.state.value, not ThreadRuntime._shared))
 
 
 def test_multiprocessing_by_fork() -> None:

@@ -80,7 +80,7 @@ def test_two_relays_at_once_hand_on_each_line_once(
     runtime: ThreadRuntime, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one runtime is closed, the next session may already have started another."""
-    monkeypatch.setattr(ThreadRuntime, "_shared", None)
+    monkeypatch.setattr(ThreadRuntime, "_shared", [])
     other = ThreadRuntime.acquire()
     try:
         log.warning("one")

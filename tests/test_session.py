@@ -675,7 +675,7 @@ def test_what_cannot_work_is_refused(url: str, settings: dict[str, Any], message
         asyncio.run(open_asynchronously())
     with pytest.raises(ConfigError, match=message), doyen.connect_blocking(url, **settings):
         pass
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 deep: dict[str, Any] = {}

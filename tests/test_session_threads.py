@@ -238,7 +238,7 @@ async def test_a_connection_cancelled_half_way_leaves_no_thread(tmp_path: Path) 
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 def test_a_session_cancelled_when_it_had_been_opened_is_closed(
@@ -267,7 +267,7 @@ def test_a_session_cancelled_when_it_had_been_opened_is_closed(
 
     before = set(threading.enumerate())
     asyncio.run(main())
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
     assert set(threading.enumerate()) <= before
 
 
@@ -290,7 +290,7 @@ def test_an_interrupt_when_the_session_had_been_opened_closes_it(
         doyen.connect_blocking("memory://interrupted").__enter__()
     with pytest.raises(doyen.SessionClosed):
         opened[0].check_open()
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 async def test_a_body_that_outlives_its_session_still_ends_in_loss() -> None:
@@ -311,7 +311,7 @@ async def test_a_body_that_outlives_its_session_still_ends_in_loss() -> None:
     leave.set()
     with pytest.raises(LeadershipLost, match="the session was closed"):
         await task
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 @pytest.mark.parametrize("scheme", ["memory", "sqlite"])
@@ -360,7 +360,7 @@ def test_a_second_cancellation_does_not_stop_the_closing_on_threads() -> None:
     entered = asyncio.Event()
     asyncio.run(main())
     assert server._leases == {}
-    assert ThreadRuntime._shared is None
+    assert not ThreadRuntime._shared
 
 
 async def test_an_audit_log_that_hangs_on_opening_does_not_block_others(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -141,6 +141,7 @@ class LoopCalls:
         self.loop = loop
         self._at_once = at_once
         self._waiting: deque[Callable[[], object]] = deque()
+        self._stopped = False
         self._made = 0
         """How often the loop has made calls."""
         self._woken_for = -1
@@ -157,22 +158,37 @@ class LoopCalls:
             try:
                 self.loop.call_soon_threadsafe(self._make)
             except RuntimeError:
-                self._waiting.clear()
+                with suppress(ValueError, IndexError):  # taken already, or being taken
+                    self._waiting.remove(call)
                 raise
             self._woken_for = made
 
+    def stop(self) -> None:
+        """Make no more calls. On the loop, which is about to be closed."""
+        self._stopped = True
+
+    def taken(self) -> Iterator[Callable[[], object]]:
+        """Remove the calls that wait. For a loop that has been closed: it makes none of them, and
+        every later `put` is refused."""
+        with suppress(IndexError):
+            while True:
+                yield self._waiting.popleft()
+
     def _make(self) -> None:
-        self._made += 1
-        for _ in range(self._at_once or len(self._waiting)):
-            if not self._waiting:
-                return
-            try:
-                self._waiting.popleft()()
-            except Exception as error:  # noqa: BLE001 (reported as asyncio reports it)
-                self.loop.call_exception_handler({"message": "a call failed", "exception": error})
-        if self._waiting and self._woken_for != self._made:
-            self._woken_for = self._made
-            self.loop.call_soon(self._make)
+        try:
+            self._made += 1
+            for _ in range(0 if self._stopped else self._at_once or len(self._waiting)):
+                if not self._waiting:
+                    return
+                try:
+                    self._waiting.popleft()()
+                except Exception as error:  # noqa: BLE001 (reported as asyncio reports it)
+                    context = {"message": "a call failed", "exception": error}
+                    self.loop.call_exception_handler(context)
+        finally:  # a call, or the handler of a signal, may raise SystemExit
+            if self._waiting and self._woken_for != self._made and not self._stopped:
+                self._woken_for = self._made
+                self.loop.call_soon(self._make)
 
 
 class BackgroundTasks:

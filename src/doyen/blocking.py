@@ -12,9 +12,9 @@ import functools
 import inspect
 import os
 import queue
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import CancelledError
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
@@ -89,8 +89,8 @@ class BlockingSession(_SessionState):
 
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
-        self._closing: Outcome[None] | None = None
-        self._lock = threading.Lock()
+        self._closings: list[Outcome[None]] = []
+        """By concurrent calls of `close`. The first one counts, and its caller releases."""
 
     def open(self) -> BlockingSession:
         """Open the session and return it. For code without a scope; pair it with `close`.
@@ -117,13 +117,18 @@ class BlockingSession(_SessionState):
         core = self._core
         if core is None or self._runtime.pid != os.getpid():
             return
-        with self._lock:
-            first = self._closing is None
-            closing = self._closing = self._closing or self._runtime.submit(core.close())
+        if self._closings:
+            self._closings[0].result()
+            return
+        # No lock: the handler of a signal may close the session while this thread is here, and
+        # would wait for its own thread. To close the core twice does no harm, and to append to a
+        # list is atomic.
+        closing = self._runtime.submit(core.close())
         try:
-            closing.result()
+            self._closings.append(closing)
+            self._closings[0].result()
         finally:
-            if first:
+            if self._closings[:1] == [closing]:
                 untrack(core)
                 self._runtime.release()
 
@@ -390,7 +395,10 @@ class BlockingSession(_SessionState):
                 seen.put(error)
                 raise
 
-        observing = self._runtime.submit(work())
+        observing = self._runtime.submit(
+            work(),
+            lambda: seen.put(CancelledError()),  # it may have been ended before it began
+        )
         try:
             while True:
                 change = seen.get()

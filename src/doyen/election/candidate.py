@@ -372,8 +372,9 @@ class Candidacy:
     """One campaign on doyen's loop: its deadline, what it waits for, and its current state."""
 
     __slots__ = (
-        *("_admitted", "_claiming", "_claiming_type", "_deadline", "_leading", "_left"),
-        *("behind", "core", "deferral", "error", "foreign", "known_leader", "settings"),
+        *("_admitted", "_claiming", "_claiming_type", "_deadline", "_leading", "_leaving"),
+        *("_left", "_winning", "behind", "core", "deferral", "error", "foreign", "known_leader"),
+        "settings",
     )
 
     def __init__(
@@ -404,6 +405,10 @@ class Candidacy:
         self._claiming: Claiming | None = None
         self._leading: Leading | None = None
         self._left = False
+        self._leaving: asyncio.Task[None] | None = None
+        """Removes what the campaign has in the store, once it has left."""
+        self._winning: asyncio.Task[object] | None = None
+        """The task that runs `win`, until that has ended."""
         self._deadline = math.inf
         """When to give up, on the loop's clock."""
         self._admitted = False
@@ -428,6 +433,9 @@ class Candidacy:
     async def win(self) -> Term:
         """Campaign until elected. Raises `NotElected` after `wait_s`, and leaves the line then."""
         core, settings = self.core, self.settings
+        if self._left:
+            raise self._has_left()
+        self._winning = asyncio.current_task()
         limit = None
         if settings.wait_s is not None:
             self._deadline = asyncio.get_running_loop().time() + settings.wait_s
@@ -450,9 +458,7 @@ class Candidacy:
                         self._claiming = claiming
                     claiming.attempt.record = record = await claiming.win()
                     if self._left:
-                        raise NotElected(
-                            f"{settings.name!r} has left the election {settings.election!r}"
-                        )
+                        raise self._has_left()
                     self._leading = Leading(claiming.attempt, record)
                     claiming.close()
                     self._claiming = None
@@ -479,6 +485,7 @@ class Candidacy:
             self._start_leaving()
             raise
         finally:
+            self._winning = None
             if settings.member is not None:
                 settings.member.forget(self)
             self._leave_admission()
@@ -549,6 +556,11 @@ class Candidacy:
             raise await self._not_elected()
         await asyncio.sleep(min(pause_s, left_s))
 
+    def _has_left(self) -> NotElected:
+        return NotElected(
+            f"{self.settings.name!r} has left the election {self.settings.election!r}"
+        )
+
     async def _not_elected(self) -> NotElected:
         """The error for a campaign that has reached its deadline."""
         settings, because = self.settings, self.behind
@@ -576,9 +588,20 @@ class Candidacy:
         """
         if self._left:
             return
-        leaving = self._start_leaving()
-        if leaving is not None:
-            await asyncio.wait({leaving}, timeout=3 * self.core.calls.timing.request_timeout_s)
+        self._left = True
+        limit_s = 3 * self.core.calls.timing.request_timeout_s
+        if self._winning is not None:
+            # The exception of a signal handler can end the caller's wait without cancelling `win`,
+            # which would then take a ticket after the tickets have been removed. `win` leaves by
+            # itself when it is cancelled.
+            self._winning.cancel()
+            began = asyncio.get_running_loop().time()
+            await asyncio.wait({self._winning}, timeout=limit_s)
+            limit_s -= asyncio.get_running_loop().time() - began
+        else:
+            self._start_leaving()
+        if self._leaving is not None:
+            await asyncio.wait({self._leaving}, timeout=max(0.0, limit_s))
 
     def conclude(self) -> None:
         """The body has ended. What it has in the store stays until `leave`."""
@@ -590,8 +613,11 @@ class Candidacy:
         """Whether processes of a supervised command may be alive."""
         return self._leading is not None and self._leading.supervises
 
-    def _start_leaving(self) -> asyncio.Task[None] | None:
+    def _start_leaving(self) -> None:
         self._left = True
+        self._leaving = self._begin_removal()
+
+    def _begin_removal(self) -> asyncio.Task[None] | None:
         self.core.telemetry.left(**self.settings.identity)
         if self._leading is not None and self.supervises:
             return self.core.tasks.start(self._leave_after_runs(self._leading))

@@ -155,6 +155,10 @@ class Campaign(_CampaignScope):
     async def enter(self, *, cancels: bool) -> Term:
         """Wait until elected. `cancels`: whether a loss cancels the calling task."""
         core, runtime, candidacy = self._core, self._core.runtime, self._candidate()
+
+        async def leave(term: Term) -> None:
+            await self._candidacy.leave()
+
         if asyncio.current_task() is None:
             raise RuntimeError(
                 "a campaign is entered from a task, which is what a loss cancels; nothing was"
@@ -166,7 +170,7 @@ class Campaign(_CampaignScope):
             while True:
                 self._candidacy = candidacy
                 try:
-                    term = await runtime.do(core.run(candidacy.win))
+                    term = await runtime.do(core.run(candidacy.win), leave)
                 except BaseException:
                     runtime.start(candidacy.leave())
                     raise

@@ -11,6 +11,7 @@ handlers of `logging` (see `doyen.events.telemetry`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -20,9 +21,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from doyen._waiting import LoopCalls, log_failure, outlast, retrieve, shared
+from doyen.errors import SessionClosed
 from doyen.events import Sink, merge_gap
 from doyen.events.telemetry import DeliveryQueue, DirectOutlet, LogRelay, Outlet, WaitAllowance
 from doyen.lease.clock import Clock, SystemClock
@@ -31,7 +33,9 @@ from doyen.lease.keepalive import Keepalive
 __all__ = ["InlineRuntime", "Outcome", "Runtime", "ThreadRuntime", "Watchdog"]
 
 T = TypeVar("T")
+log = logging.getLogger("doyen")
 
+CLOSED = "the session is closed; connect again"
 ADMITTED = 64
 """How many calls of other threads are made in one turn of doyen's loop. Renewals do not wait behind
 a large number of them."""
@@ -118,7 +122,11 @@ class InlineRuntime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+    async def do(
+        self,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
         return await self._task(work)
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
@@ -176,18 +184,30 @@ class _Work:
     cancelled = False
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
+        self, coroutine: Coroutine[Any, Any, Any], failed: Callable[[BaseException], None]
     ) -> None:
-        """`on_done` is called on doyen's loop with the task, once it is done."""
+        """`failed` is called if the coroutine does not end normally, perhaps on another thread, and
+        perhaps twice."""
         self.coroutine = coroutine
-        self.on_done = on_done
+        self.failed = failed
 
-    def begin(self) -> None:
-        """On doyen's loop."""
+    def __call__(self) -> None:
+        """Begin. On doyen's loop."""
         self.task = asyncio.get_running_loop().create_task(self.coroutine)
-        self.task.add_done_callback(self.on_done)
+        self.task.add_done_callback(self._done)
         if self.cancelled:
             self.task.cancel()
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():  # by its caller, or at the end of the loop
+            self.failed(CancelledError() if self.cancelled else SessionClosed(CLOSED))
+        elif (error := task.exception()) is not None:
+            self.failed(error)
+
+    def refuse(self) -> None:
+        """doyen's loop has been closed before the work was begun. Any thread."""
+        self.coroutine.close()
+        self.failed(SessionClosed(CLOSED))
 
     def cancel(self) -> None:
         """On doyen's loop."""
@@ -206,12 +226,6 @@ async def _replied(
     then()
 
 
-def _reply(caller: LoopCalls, result: asyncio.Future[T], value: T) -> None:
-    """Hand the result of a task to the caller's loop."""
-    with suppress(RuntimeError):  # the caller's loop has been closed
-        caller.put(partial(_fulfil_once, result, value))
-
-
 def _fulfil_once(result: asyncio.Future[T], value: T) -> None:
     if not result.done():
         result.set_result(value)
@@ -221,22 +235,28 @@ def _reply_failure(
     caller: LoopCalls,
     result: asyncio.Future[T],
     work: Coroutine[Any, Any, T],
-    task: asyncio.Task[None],
+    error: BaseException,
 ) -> None:
-    """Hand the outcome of the task that ran `work` to the caller's loop, if it is not a result."""
+    """Hand the error of `work` to the caller's loop."""
     work.close()  # the task may have been cancelled before it began
-    if task.cancelled() or task.exception() is not None:
-        with suppress(RuntimeError):  # the caller's loop has been closed
-            caller.put(partial(_settle, result, task))
+    with suppress(RuntimeError):  # the caller's loop has been closed
+        caller.put(partial(_fail_once, result, error))
 
 
-def _settle(result: asyncio.Future[T], task: asyncio.Task[None]) -> None:
+def _fail_once(result: asyncio.Future[T], error: BaseException) -> None:
     if result.done():
         return
-    if task.cancelled():
+    if isinstance(error, CancelledError):
         result.cancel()
-    elif (error := task.exception()) is not None:
+    else:
         result.set_exception(error)
+
+
+def _log_error(work: Coroutine[Any, Any, Any], error: BaseException) -> None:
+    """`log_failure`, for work without a caller."""
+    work.close()
+    if not isinstance(error, CancelledError | SessionClosed):
+        log.error("event=background_task_failed", exc_info=error)
 
 
 class Outcome(Generic[T]):
@@ -262,9 +282,11 @@ class Outcome(Generic[T]):
     def reach(self, result: Any, error: BaseException | None) -> None:
         """Any thread. Does nothing if there is an outcome already."""
         self._reached.append((result, error))
-        with suppress(IndexError):
-            while True:
-                self._waiting.popleft().release()
+        # They stay in the list. The exception of a signal handler may end this before a thread is
+        # woken; the end of the work wakes it then.
+        for woken in list(self._waiting):
+            with suppress(RuntimeError):  # it has been released
+                woken.release()
         self._on_done()
 
     @property
@@ -274,8 +296,8 @@ class Outcome(Generic[T]):
     def cancel(self) -> None:
         """Cancel the work, and do not wait for its end. Any thread."""
         if not self._reached:
+            self._cancel()  # first, because the end of the work also wakes those that wait
             self.reach(None, CancelledError())
-            self._cancel()
 
     def wait(self, within_s: float = -1) -> tuple[T, BaseException | None]:
         """Block until there is an outcome; raises `TimeoutError` after `within_s`."""
@@ -295,13 +317,9 @@ class Outcome(Generic[T]):
         return result
 
 
-def _reach(outcome: Outcome[T], work: Coroutine[Any, Any, T], task: asyncio.Task[None]) -> None:
-    """Hand over the outcome of the task that ran `work`, if it is not a result."""
+def _reach_failure(outcome: Outcome[T], work: Coroutine[Any, Any, T], error: BaseException) -> None:
     work.close()
-    if task.cancelled():
-        outcome.reach(None, CancelledError())
-    elif (error := task.exception()) is not None:
-        outcome.reach(None, error)
+    outcome.reach(None, error)
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
@@ -333,23 +351,38 @@ async def _obtained(
     return future.result()
 
 
+class _Users:
+    """How many use a runtime. `changed` has what follows it: its first element counts, because to
+    append to a list is atomic."""
+
+    __slots__ = ("changed", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.changed: list[_Users] = []
+
+
 class ThreadRuntime:
     """The process's doyen thread and watchdog, shared by all its sessions.
 
     Both are daemon threads: a process that exits without closing its sessions is not delayed. The
     loop runs until the last user has released it.
+
+    Users are counted without a lock. The handler of a signal may interrupt the thread that has the
+    lock, and close a session, or wait for a thread that does.
     """
 
     is_process = True
-    _shared: ThreadRuntime | None = None
-    _shared_lock = threading.Lock()
+    _shared: ClassVar[list[ThreadRuntime]] = []
+    """The first one is the process's, as long as it has users. Another thread that has started one
+    at the same time ends its own."""
 
     def __init__(self) -> None:
         self.clock: Clock = SystemClock()
         self.random = random.Random()
         self.pid = os.getpid()
         self.audit_wait = WaitAllowance(self.clock)
-        self._users = 0
+        self._users = _Users(1)
         self._loop = asyncio.new_event_loop()
         self._calls = LoopCalls(self._loop, ADMITTED)
         self._callers = threading.local()
@@ -366,27 +399,55 @@ class ThreadRuntime:
     @classmethod
     def acquire(cls) -> ThreadRuntime:
         """The process's runtime, started if it does not run. Pair with `release`."""
-        with cls._shared_lock:
-            if cls._shared is None:
-                cls._shared = cls()
-            cls._shared._users += 1
-            return cls._shared
+        while True:
+            for runtime in cls._shared[:1]:
+                if runtime._change_users(1):
+                    return runtime
+                runtime._forget()  # its last user is about to
+            mine = cls()
+            cls._shared.append(mine)
+            if cls._shared[0] is mine:
+                return mine
+            mine.release()
 
     def retain(self) -> None:
-        with self._shared_lock:
-            self._users += 1
+        """Raises `SessionClosed` if the last user has released it."""
+        if not self._change_users(1):
+            raise SessionClosed(CLOSED)
+
+    def _change_users(self, by: int) -> int | None:
+        """The number of users after this change; None if there were none, which is for ever. Any
+        thread; a change that another overtakes is tried again."""
+        while True:
+            users = self._users
+            if users.changed:
+                self._users = users.changed[0]
+            elif not users.number:
+                return None
+            else:
+                changed = _Users(users.number + by)
+                users.changed.append(changed)
+                if users.changed[0] is changed:
+                    return changed.number
+
+    def _forget(self) -> None:
+        with suppress(ValueError):  # another thread has
+            self._shared.remove(self)
 
     def release(self) -> None:
-        with self._shared_lock:
-            self._users -= 1
-            if self._users:
-                return
-            ThreadRuntime._shared = None
+        """Ends the threads if this was the last user."""
+        if self._change_users(-1) != 0:
+            return
+        self._forget()
         self._watchdog.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._loop.close()
+        # Calls that other threads have put meanwhile. From now on `put` refuses them.
+        for call in self._calls.taken():
+            if isinstance(call, _Work):
+                call.refuse()
         self._log.close()
 
     def outlet(
@@ -420,16 +481,21 @@ class ThreadRuntime:
     @classmethod
     def forked(cls) -> None:
         """In the child of a fork: its threads do not exist there."""
-        cls._shared = None
-        cls._shared_lock = threading.Lock()
+        cls._shared.clear()
 
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on doyen's loop; cancelling the caller cancels it."""
+    async def do(
+        self,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
+        """Run `work` on doyen's loop; cancelling the caller cancels it. If the caller's loop has
+        been closed before there is a result, which then needs another owner, `undo` is run on
+        it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        submitted = self._submit_for(result, work)
+        submitted = self._submit_for(result, work, undo)
         try:
             return await result
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the task may be garbage-collected
             self.post(submitted.cancel)
             raise
 
@@ -443,9 +509,10 @@ class ThreadRuntime:
         self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]]
     ) -> T:
         """Run `work`, whose result needs an owner. A caller that is cancelled cancels the work and
-        waits for its end; if there is a result nevertheless, `undo` is run on it."""
+        waits for its end; if there is a result nevertheless, or the caller's loop has been closed,
+        `undo` is run on it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        submitted = self._submit_for(result, work)
+        submitted = self._submit_for(result, work, undo)
         return await _obtained(
             result,
             lambda: self.post(submitted.cancel),
@@ -454,7 +521,7 @@ class ThreadRuntime:
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run `work` on doyen's loop and do not wait for it. Any thread."""
-        self._submit(work, log_failure)
+        self._submit(work, partial(_log_error, work))
 
     def submit(
         self, work: Coroutine[Any, Any, T], on_done: Callable[[], None] = lambda: None
@@ -482,20 +549,44 @@ class ThreadRuntime:
         while self._after_reply:
             self._after_reply.popleft()()
 
-    def _submit_for(self, result: asyncio.Future[T], work: Coroutine[Any, Any, T]) -> _Work:
+    def _submit_for(
+        self,
+        result: asyncio.Future[T],
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None = None,
+    ) -> _Work:
         caller = self._caller()
-        replied = _replied(work, partial(_reply, caller, result), self._go_on)
+        replied = _replied(work, partial(self._reply, caller, result, undo), self._go_on)
         return self._submit(replied, partial(_reply_failure, caller, result, work))
+
+    def _reply(
+        self,
+        caller: LoopCalls,
+        result: asyncio.Future[T],
+        undo: Callable[[T], Coroutine[Any, Any, None]] | None,
+        value: T,
+    ) -> None:
+        """Hand the result of a task to the caller's loop."""
+        try:
+            caller.put(partial(_fulfil_once, result, value))
+        except RuntimeError:  # the caller's loop has been closed
+            if undo is not None:
+                self.start(undo(value))
 
     def _submit_blocking(self, outcome: Outcome[T], work: Coroutine[Any, Any, T]) -> _Work:
         replied = _replied(work, lambda result: outcome.reach(result, None), self._go_on)
-        return self._submit(replied, partial(_reach, outcome, work))
+        return self._submit(replied, partial(_reach_failure, outcome, work))
 
     def _submit(
-        self, work: Coroutine[Any, Any, Any], on_done: Callable[[asyncio.Task[Any]], None]
+        self, work: Coroutine[Any, Any, Any], failed: Callable[[BaseException], None]
     ) -> _Work:
-        submitted = _Work(work, on_done)
-        self._calls.put(submitted.begin)
+        submitted = _Work(work, failed)
+        try:
+            self._calls.put(submitted)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise  # of the handler of a signal
+            submitted.refuse()
         return submitted
 
     def _caller(self) -> LoopCalls:
@@ -541,11 +632,14 @@ class ThreadRuntime:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        # Work that began in the last turns would have no turn in which to end.
+        self._calls.stop()
         leftover = asyncio.all_tasks(self._loop)
         for task in leftover:
             task.cancel()
-        if leftover:
-            self._loop.run_until_complete(asyncio.wait(leftover))
+        # In any case a few turns, for the callbacks of tasks that have ended.
+        turns = self._loop.create_task(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.wait({*leftover, turns}))
 
 
 Runtime = InlineRuntime | ThreadRuntime

@@ -89,7 +89,7 @@ class ControlledStore:
     @contextmanager
     def installed(self) -> Iterator[ControlledStore]:
         """Sessions can be opened on this store, by its URL and by DOYEN_STORE."""
-        if ThreadRuntime._shared is not None:
+        if ThreadRuntime._shared:
             raise ConfigError(
                 "a session is open already, whose clock the test cannot control: request the"
                 " fixture doyen_store before the fixtures that connect, and close every session"
@@ -208,7 +208,7 @@ class ControlledStore:
             if isinstance(core.runtime, ThreadRuntime) and not core.closed:
                 core.runtime.submit(core.close()).result(PATIENCE_S)
         give_up_at = time.monotonic() + PATIENCE_S
-        while left and ThreadRuntime._shared is not None and time.monotonic() < give_up_at:
+        while left and ThreadRuntime._shared and time.monotonic() < give_up_at:
             time.sleep(0.005)  # until the threads that used them have noticed
 
 

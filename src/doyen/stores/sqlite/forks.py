@@ -52,14 +52,16 @@ class Connections:
         self.inherited = inherited
         """Files that an ancestor had open when it forked."""
         self._changed = threading.Condition()
-        self._forks = 0
+        self._forking: set[int] = set()
+        """The identifiers of the threads that fork. Not a counter: Python ignores the exception of
+        a signal handler in a hook of a fork, after which a counter would stay wrong."""
         self._open: set[OpenDatabase] = set()
         self._inside: set[OpenDatabase] = set()
 
     @property
     def forking(self) -> bool:
         """Whether a fork waits, or is under way."""
-        return self._forks > 0
+        return bool(self._forking)
 
     @contextmanager
     def inside(self, database: OpenDatabase) -> Iterator[None]:
@@ -73,7 +75,7 @@ class Connections:
 
     def enter(self, database: OpenDatabase) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._forks)
+            self._changed.wait_for(lambda: not self._forking)
             self._open.add(database)
             self._inside.add(database)
 
@@ -82,17 +84,17 @@ class Connections:
         if not self._changed.acquire(blocking=False):
             return False
         try:
-            if not self._forks:
+            if not self._forking:
                 self._open.add(database)
                 self._inside.add(database)
-            return not self._forks
+            return not self._forking
         finally:
             self._changed.release()
 
     def leave(self, database: OpenDatabase) -> None:
         with self._changed:
             self._inside.discard(database)
-            if self._forks:
+            if self._forking:
                 self._changed.notify_all()
 
     def forget(self, database: OpenDatabase) -> None:
@@ -102,7 +104,7 @@ class Connections:
 
     def before_fork(self) -> None:
         with self._changed:
-            self._forks += 1
+            self._forking.add(threading.get_ident())
             self._changed.wait_for(lambda: not self._inside, FORK_WAIT_S)
             for database in self._open - self._inside:
                 if database.disconnect():
@@ -110,7 +112,7 @@ class Connections:
 
     def after_fork(self) -> None:
         with self._changed:
-            self._forks -= 1
+            self._forking.discard(threading.get_ident())
             self._changed.notify_all()
 
     def close_replaced(self) -> None:
@@ -162,3 +164,5 @@ os.register_at_fork(
     after_in_parent=_after_fork_in_parent,
     after_in_child=_after_fork_in_child,
 )
+# Twice: the exception of a signal handler may have ended the first call before it had an effect.
+os.register_at_fork(after_in_parent=_after_fork_in_parent)
