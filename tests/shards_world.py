@@ -27,6 +27,7 @@ from doyen.manage.shards.plan import ShardPlan
 from doyen.manage.shards.slots import ShardTerm
 from doyen.manage.shards.spec import ShardSpec
 from doyen.model import Claim, Entry, Version, encode_json, shards_key
+from doyen.term import is_valid
 from swarm import TTL_S, NotReached, Oracle, Process, WatchedServer, World, reached
 
 PLAN = shards_key("jobs", "plan")
@@ -244,7 +245,7 @@ class ShardWorld(World):
         valid = {
             term.shard: term.name
             for term in self.oracle._valid
-            if isinstance(term, ShardTerm) and term.valid
+            if isinstance(term, ShardTerm) and is_valid(term)
         }
         plan = self.current()
         live = {each.name for each in self.processes if not each.task.done()}

@@ -26,6 +26,7 @@ from doyen.lease.runtime import InlineRuntime
 from doyen.model import Entry, Lease, Order, Version
 from doyen.stores.memory import MemoryServer, MemoryStore
 from doyen.stores.port import Context
+from doyen.term import is_valid
 from doyen.testing.faults import Faults, FaultyStore, Odds
 from doyen.testing.virtual import VirtualLoop
 
@@ -99,7 +100,7 @@ class Oracle:
             del self._bodies[label_of(term), term.token]
 
     def look(self) -> None:
-        self._valid = [term for term in self._valid if term.valid]
+        self._valid = [term for term in self._valid if is_valid(term)]
         if len(self._valid) > 1:
             elections = [label_of(term) for term in self._valid]
             if len(set(elections)) < len(elections):
@@ -116,7 +117,7 @@ class Oracle:
         if entry.key.endswith("/order"):
             self._orders.pop(election_of(entry.key))
         term = self._bodies.get((election_of(entry.key), entry.revision))
-        if is_record(entry.key) and term is not None and term.valid:
+        if is_record(entry.key) and term is not None and is_valid(term):
             self.object(f"its record went while it was valid: {term}")
 
     def deleted(self, entry: Entry, *, mine: bool) -> None:

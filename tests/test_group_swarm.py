@@ -42,6 +42,7 @@ from doyen.model import (
     members_key,
     published_key,
 )
+from doyen.term import is_valid
 from doyen.testing.faults import FaultyStore
 from swarm import (
     TTL_S,
@@ -97,7 +98,7 @@ class GroupOracle(Oracle):
             other = holders.setdefault(member.name, worker)
             if other is not worker:
                 self.object(f"{other.name} and {worker.name} are both {member.name}")
-            if member.ineligible_because and worker.term is not None and worker.term.valid:
+            if member.ineligible_because and worker.term is not None and is_valid(worker.term):
                 self.object(f"{worker.name} leads although {member.ineligible_because}")
 
     def created(self, entry: Entry) -> None:
@@ -352,7 +353,7 @@ class GroupWorld(World):
         process.sick = False
 
     def cut_leader(self, _: Process) -> None:
-        leading = [worker for worker in self.workers if worker.term and worker.term.valid]
+        leading = [worker for worker in self.workers if worker.term and is_valid(worker.term)]
         if leading:
             self.cut(leading[0])
             later_s = self.rng.uniform(0, 3 * TTL_S)

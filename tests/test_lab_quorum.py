@@ -316,7 +316,7 @@ MUTANTS: list[tuple[nodes.Mutant, int, tuple[str, ...]]] = [
     (nodes.history_left_out, 1, KINDS),
     (nodes.failed_notification, 0, KINDS),
     (nodes.carried_too_late, 0, KINDS),
-    (nodes.installed_without_notification, 95, ("partition",)),
+    (nodes.installed_without_notification, 83, ("partition",)),
     (nodes.quota_ignored, 2, KINDS),
     (nodes.no_deletes_when_full, 2, KINDS),
     (nodes.no_ends_when_full, 9, KINDS),

@@ -26,6 +26,7 @@ from doyen.election.options import CampaignOptions
 from doyen.events import Lost, Record
 from doyen.lease.keeper import LeaseKeeper
 from doyen.model import Claim, Entry, Kind, Order, leader_key, line_key, order_key
+from doyen.term import is_valid
 from swarm import TTL_S, Oracle, Process, World, election_of, is_record
 
 ELECTION, LOCK = "swarm", "mutex"
@@ -291,7 +292,7 @@ class OrdersWorld(World):
     def unsettled(self) -> str:
         """What is not as it should be, in fair weather; empty if all is well."""
         leader = self.holder()
-        if leader is None or leader.term is None or not leader.term.valid:
+        if leader is None or leader.term is None or not is_valid(leader.term):
             return "there is no leader"
         claims = [Claim.decode(ticket.value) for ticket in self.server.list(line_key(ELECTION))]
         line = list({claim.attempt: claim.name for claim in claims}.values())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doyen.term import is_valid
 from doyen.warden.holder import HolderWatch, Verdict
 from doyen.warden.table import WardedLease
 from doyen.warden.watched import WatchedSession
@@ -55,7 +56,10 @@ async def led(world: WardenWorld) -> WardedProcess:
     async with reached("somebody leads and has a warden", 10 * TTL_S):
         while True:
             for process in world.processes:
-                if any(term.valid for term in process.terms) and process.warding.link is not None:
+                if (
+                    any(is_valid(term) for term in process.terms)
+                    and process.warding.link is not None
+                ):
                     return process
             await asyncio.sleep(0.01)
     raise AssertionError

@@ -25,7 +25,7 @@ from doyen.lease.clock import Clock
 from doyen.lease.keepalive import NEVER, NO_DEADLINE, Deadline, Keepalive
 from doyen.model import HAS, Kind, Meta, described
 
-__all__ = ["Term", "TermState"]
+__all__ = ["Term", "TermState", "is_valid"]
 
 
 class TermState(enum.Enum):
@@ -322,3 +322,9 @@ class Term:
             listener()
         except Exception:
             log.exception("%s", log_line(event="listener_failed", on="end of term", term=self))
+
+
+def is_valid(term: Term) -> bool:
+    """Whether a term is valid, for an onlooker such as the oracle of a simulation. Unlike
+    `term.valid`, which is for the process that leads, this does not end the term."""
+    return term._now() < term.valid_until

@@ -409,7 +409,8 @@ class StreamNetwork:
         at = loop.time() + self.latency() + self.extra_s.get((here, there), 0.0)
         if self.loss and self._chance() < self.loss:
             at += 0.2  # the kernel retransmits a lost packet
-        source.last = at = max(at, source.last)
+        # Later than what was sent before: the loop may swap timers of the same time.
+        source.last = at = max(at, math.nextafter(source.last, math.inf))
         loop.call_at(at, call, *arguments, context=source.other.process.context)
 
     async def connect(

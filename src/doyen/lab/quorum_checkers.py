@@ -15,7 +15,7 @@ from doyen.lab.machines import RESULT_VALUE, SLICE_KEYS, NodeMachine, SimulatedM
 from doyen.lab.reference import Reference
 from doyen.quorum.consensus.core import CoreEvent, Effect
 from doyen.quorum.consensus.invariants import ClusterView
-from doyen.term import Term
+from doyen.term import Term, is_valid
 
 if TYPE_CHECKING:
     from doyen.lab.quorum import QuorumWorld
@@ -57,9 +57,9 @@ class TermChecker:
 
     def check(self) -> None:
         if self._valid:
-            ended = [name for name, term in self._valid if not term.valid]
+            ended = [name for name, term in self._valid if not is_valid(term)]
             if ended:
-                self._valid = [(name, term) for name, term in self._valid if term.valid]
+                self._valid = [(name, term) for name, term in self._valid if is_valid(term)]
                 if self._world.observer is not None:
                     for name in ended:
                         self._world.observer.term_changed(name, None)

@@ -22,6 +22,7 @@ from doyen.manage.shards.scopes import OwnedShards
 from doyen.manage.shards.slots import ShardTerm
 from doyen.model import Entry, Leader, Unreachable, shards_key
 from doyen.session import Session
+from doyen.term import is_valid
 
 BROKERS = ("broker1", "broker2", "broker3")
 TOPIC = "orders"
@@ -109,7 +110,7 @@ class BrokerCluster:
     def leaders(self) -> dict[int, list[str]]:
         """Those whose term is valid, by partition."""
         terms = [term for owned in self.owned.values() for term in owned.terms.values()]
-        valid = sorted((term.shard, term.name) for term in terms if term.valid)
+        valid = sorted((term.shard, term.name) for term in terms if is_valid(term))
         return {
             partition: [name for shard, name in valid if shard == partition]
             for partition in range(PARTITIONS)

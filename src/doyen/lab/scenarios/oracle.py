@@ -22,7 +22,7 @@ from doyen.manage.config import ConfigDocument
 from doyen.manage.documents import Versioned
 from doyen.manage.members import MemberView
 from doyen.model import Entry
-from doyen.term import Term
+from doyen.term import Term, is_valid
 
 K = TypeVar("K", bound=Hashable)
 
@@ -72,7 +72,7 @@ class ManagementOracle:
 
     def _look(self) -> None:
         self._events += 1
-        self._terms = [term for term in self._terms if term.valid]
+        self._terms = [term for term in self._terms if is_valid(term)]
         for election in _repeated(term.election for term in self._terms):
             self._object(f"{election} has two valid leaders")
         listed = [each for each in self._members.values() if each.incarnation is not None]
