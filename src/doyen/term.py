@@ -146,7 +146,14 @@ class Term:
 
     @property
     def ended_at(self) -> float:
-        """When the term stopped being valid, on the boot-time clock."""
+        """When the term stopped being valid, on the boot-time clock; −∞ until then.
+
+        >>> import doyen
+        >>> with doyen.connect_blocking("memory:") as session, session.campaign("e") as term:
+        ...     pass
+        >>> term.ended_at > term.valid_until, term.reason
+        (True, 'its body has ended')
+        """
         return self._ends[0].ended_at if self._ends else NEVER
 
     def check(self, for_s: float = 0.0) -> None:
