@@ -131,7 +131,6 @@ def test_work_begins_a_little_in_each_turn_of_the_loop() -> None:
             await asyncio.sleep(0)
             most_in_a_turn = max(most_in_a_turn, len(begun) - before)
 
-    runtime.retain()
     try:
         runtime.start(block())
         assert blocked.wait(20)
