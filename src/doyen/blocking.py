@@ -33,7 +33,7 @@ from doyen.election.queries import (
 from doyen.election.scopes import BlockingCampaign, BlockingLock, RepeatedBlockingCampaign, Rounds
 from doyen.errors import ConfigError, SessionClosed, did_you_mean
 from doyen.lease.lifetime import track, untrack
-from doyen.lease.runtime import Outcome, ThreadRuntime
+from doyen.lease.runtime import CLOSED, Outcome, ThreadRuntime
 from doyen.manage.joining import BlockingJoining
 from doyen.manage.members import MemberView
 from doyen.model import (
@@ -405,7 +405,7 @@ class BlockingSession(_SessionState):
                 if isinstance(change, Exception):
                     raise change
                 if isinstance(change, BaseException):
-                    raise SessionClosed("the session is closed; connect again")
+                    raise SessionClosed(CLOSED)
                 yield change
         finally:
             observing.cancel()

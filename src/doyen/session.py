@@ -31,7 +31,7 @@ from doyen.election.scopes import Campaign, Lock, RepeatedCampaign, Rounds
 from doyen.errors import SessionClosed, did_you_mean
 from doyen.events import Sink
 from doyen.lease.lifetime import track, untrack
-from doyen.lease.runtime import Runtime, ThreadRuntime
+from doyen.lease.runtime import CLOSED, Runtime, ThreadRuntime
 from doyen.manage.joining import Joining
 from doyen.model import (
     Candidate,
@@ -552,7 +552,7 @@ class Session(_SessionState):
                     yield seen.popleft()
                 if observing.done():
                     observing.result()
-                    raise SessionClosed("the session is closed; connect again")
+                    raise SessionClosed(CLOSED)
                 await changed.wait()
                 changed.clear()
         finally:

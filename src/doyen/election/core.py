@@ -27,7 +27,7 @@ from doyen.events import Event
 from doyen.events.log_lines import log_line
 from doyen.events.telemetry import Telemetry
 from doyen.lease.keeper import LeaseKeeper, StoreCalls
-from doyen.lease.runtime import Runtime, ThreadRuntime
+from doyen.lease.runtime import CLOSED, Runtime, ThreadRuntime
 from doyen.lease.timing import Timing
 from doyen.model import Claim, Entry, SessionHealth
 from doyen.stores.choice import without_password
@@ -352,7 +352,7 @@ class SessionCore:
         if self._closing is None:
             if self.closed:
                 return
-            self.closed = "the session is closed; connect again"
+            self.closed = CLOSED
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await shared(self._closing)
 
